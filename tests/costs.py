@@ -67,12 +67,12 @@ def collectives(fn, *args):
             yield sizes, count, (*branches, *inside)
 
     found = interpret.equations(program.jaxpr, ({}, 1, ()), enter)
-    return [_collective(eqn, *place) for eqn, place in found if axes.sent_over(eqn)]
+    return [_collective(eqn, *place) for eqn, place in found if any(axes.sent_over([eqn]))]
 
 
 def _collective(eqn, sizes, count, branches):
     avals = [v.aval for v in eqn.invars]
-    names = tuple(x for x in axes.sent_over(eqn) if x in sizes)
+    names = tuple(x for x in axes.sent_over([eqn])[0] if x in sizes)
     groups = eqn.params.get("axis_index_groups")
     return Collective(
         eqn.primitive.name.removesuffix("_invariant"),

@@ -491,7 +491,7 @@ def test_what_mindspore_ignores_is_noted():
         "level = 'O3' has no effect: an unknown level means 'O0'. Did you mean 'O2'?",
         "boost_config_dict.grad_acumulation = {} has no effect: Did you mean 'grad_accumulation'?",
         "boost.les_bn = True has no effect: Did you mean 'less_bn'?",
-        "grad_accumulation.steps = 3 has no effect: Nothing there is close to it.",
+        "grad_accumulation.steps = 3 has no effect: No allowed name is similar.",
         "level 'O0': boostax reads the switches as AutoBoost and its train cells do; MindSpore's "
         "Model boosts only at O1 and O2.",
     )

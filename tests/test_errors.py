@@ -225,10 +225,10 @@ MEANT = [
         (of(boostax.train.has_updated, tx.init(PARAMS)), "has_updated: opt_state .* got no such")
         for tx in (SGD, dynamic())
     ),
-    (of(boostax.flush, WINDOW, WINDOW.init(PARAMS), PARAMS), "flush: tx must be .* hidden"),
+    (of(boostax.flush, WINDOW, WINDOW.init(PARAMS), PARAMS), "flush: tx must be .* hides"),
     (of(boostax.make_train_step, jnp.sum, None), r"make_train_step: tx must be .* got None\. "),
-    (of(local_params, PARAMS, axis_name="data"), "local_params: axis_name must name an axis"),
-    (of(precision.all_finite, PARAMS, axis_name="data"), "all_finite: axis_name must name an axis"),
+    (of(local_params, PARAMS, axis_name="data"), "local_params: axis_name must be an axis"),
+    (of(precision.all_finite, PARAMS, axis_name="data"), "all_finite: axis_name must be an axis"),
     (of(value_and_grad(axis_name="data"), PARAMS["w"], (), jnp.ones(3)), "value_and_grad: axis_na"),
 ]
 
@@ -388,7 +388,7 @@ def donated(tree):
 WINDOW = "opt_state must be that of AccumulateState, Window, ScaleByAdamState, got that of "
 MOVED = rf"{WINDOW}LossScaleState, ScaleByAdamState\. boostax\.migrate_state\(opt_state, tx, para"
 CLASSES = r"must be in its classes, got a dict.* boostax\.migrate_state\(opt_state, tx, params\)"
-GONE = r"arguments must be not yet donated, got \['{}.* go on with what it returned"
+GONE = r"arguments must be not yet donated, got \['{}.* Use the call's results"
 NO_STATE = r"TrainStep: state must be a TrainState, got 'dict'\. step\.init\(params\)"
 HANDED = [
     (of(STEP, given(params=W | {"c": X}), X), "must be of the leaves .*'0/mu/c'.*migrate_state"),
@@ -404,12 +404,12 @@ HANDED = [
     (of(SCALED.init, ADAM.init(W)), "init: " + misplaced("params", "optax.*Adam")),
     (of(ORACLE, SCALE, W, X), misplaced("params", "bo.*LossScaleState")),
     (of(boostax.migrate_state, W, SCALED, SCALE), misplaced("params", "boostax.*Loss")),
-    (of(UPDATE, W, W, W), "got that of dict. Restore it into tx.init.params"),
+    (of(UPDATE, W, W, W), "got that of dict. Restore states into tx.init.params"),
     (of(APPLY, ADAM, W, plain(ADAM.init(W)), W), "Adam.*, got that of list"),
     (of(boostax.metrics, plain(SCALE)), CLASSES),
     (of(ORACLE, W, plain(SCALE), X), CLASSES),
-    (of(SCALED.update, W, plain(SCALE), W), "got that of dict. Restore it into tx.init"),
-    (of(boostax.flush, SCALED, plain(SCALE), W), "flush.* got that of dict. Restore it"),
+    (of(SCALED.update, W, plain(SCALE), W), "got that of dict. Restore states into tx.init"),
+    (of(boostax.flush, SCALED, plain(SCALE), W), "flush.* got that of dict. Restore states"),
     (of(boostax.reshard_state, plain(SCALE), 2), CLASSES),
     (of(STEP, given(), donated(X)), f"TrainStep: {GONE.format('batch')}"),
     (of(ORACLE, donated(W), (), X), GONE.format("params/b")),

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 import boostax
@@ -27,11 +27,11 @@ X, DATA = jax.ShapeDtypeStruct((2,), jnp.float32), frozenset(["data"])
 def test_types_tell_varying_from_equal_values():
     varying, equal = [], []
 
-    def read(same, local):
-        cast, typed = lax.pcast(same, "data", to="varying"), jax.eval_shape(jnp.abs, local)
-        varying.extend([axes._manual(), *map(axes.varying, (local, cast, typed))])
-        equal.extend(map(axes.varying, (same, lax.psum(local, "data"))))
-        return local
+    def read(same, mine):
+        cast, kind = lax.pcast(same, "data", to="varying"), jax.eval_shape(jnp.abs, mine)
+        varying.extend([{*get_abstract_mesh().manual_axes}, *map(axes.varying, (mine, cast, kind))])
+        equal.extend(map(axes.varying, (same, lax.psum(mine, "data"))))
+        return mine
 
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
     jax.make_jaxpr(jax.shard_map(read, mesh=MESH, **specs))(X, X)
@@ -52,7 +52,7 @@ def test_each_collective_is_recognised(check_vma):
     how = {"mesh": MESH, "in_specs": P("data"), "out_specs": P("data"), "check_vma": check_vma}
     x = jax.ShapeDtypeStruct((4,), jnp.float32)
     program = jax.make_jaxpr(jax.shard_map(send, **how))(x)
-    sent = [axes.sent_over(eqn) for eqn, _ in interpret.equations(program.jaxpr)]
+    sent = axes.sent_over(eqn for eqn, _ in interpret.equations(program.jaxpr))
     assert sent.count(("data",)) == len(axes.COLLECTIVES) + 1
 
 
@@ -120,7 +120,7 @@ def test_the_operands_of_a_scan_are_read_by_what_is_there_or_refused(params, rea
 def test_a_call_without_its_program_is_refused():
     jit = types.SimpleNamespace(name="jit")
     eqn = types.SimpleNamespace(params={"body": 1}, primitive=jit, invars=(), outvars=())
-    with pytest.raises(RuntimeError, match="one program of its operands, got \\['body'\\]"):
+    with pytest.raises(RuntimeError, match="one program of the operands, got \\['body'\\]"):
         interpret.body_of(eqn)
 
 

@@ -65,7 +65,7 @@ def test_other_sparse_arrays_are_refused_by_name():
     }
     tx = boostax.all_reduce("data")
     for name, grads in kinds.items():
-        match = f"must be dense arrays or BCOO with n_batch=0, got \\('{name}', 'w'\\)"
+        match = f"must be dense or BCOO with n_batch=0, got \\('{name}', 'w'\\)"
         with pytest.raises(TypeError, match=match):
             tx.update({"w": grads}, ())
     params = {"w": BCOO((jnp.ones((1, 2)), jnp.zeros((1, 1), jnp.int32)), shape=(4, 2))}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named mesh axes: the axes over which values vary, and over which programs communicate.
 
-Inside ``jax.shard_map`` with ``check_vma=True`` the type of a value has the mesh axes over which it
-*varies*. Autodiff sums the gradient of a parameter over the devices unless the parameter is typed
-as varying; a parameter that is cast to varying gives each replica its own gradient. boostax casts,
-then differentiates, then reduces, because only this order gives the same result with checking on,
-with checking off and in ``pmap``.
+Inside ``jax.shard_map`` with ``check_vma=True``, the type of a value lists the mesh axes over which
+the value *varies*. Autodiff sums the gradient of a parameter over the devices unless the parameter
+is typed as varying; a parameter that is cast to varying has a separate gradient in each replica.
+boostax casts, then differentiates, then reduces, because only this order gives the same result with
+checking on, with checking off and in ``pmap``.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, get_abstract_mesh
 from jax.typing import DTypeLike
 
 from boostax._core import checks, jaxprs, trees
 from boostax._core.types import Params, PyTree, Value
 
 AxisName = str | tuple[str, ...]
-# The primitives of collectives. One whose name ends with "_invariant" has a result that is typed as
-# equal on all replicas.
+# The primitives of collectives. A primitive with the suffix "_invariant" returns a result that is
+# typed as equal on all replicas.
 COLLECTIVES = "psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepAxis:
-    """The axis that the step around a part binds later; it takes the place of a name."""
+    """A placeholder for the name of the axis that the step around a part binds later."""
 
 
 UNNAMED: Any = StepAxis()
@@ -54,7 +54,8 @@ class Bound(NamedTuple):
     partial: bool = False
 
 
-# The caches of jax.jit know this context: a trace with one axis bound does not serve another.
+# The caches of jax.jit compare this context, so a trace for one bound axis is not reused for
+# another axis.
 _BOUND = jax.make_user_context(Bound())
 
 
@@ -76,7 +77,7 @@ def binding(
 
 
 def bound() -> Bound:
-    """Return what a step binds around this part."""
+    """Return what the step around this part binds."""
     return _BOUND.value
 
 
@@ -86,17 +87,17 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
         return ()
     names: tuple[Any, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     valid = all(isinstance(x, (str, StepAxis)) for x in names) and 0 < len(set(names)) == len(names)
-    allowed = "a mesh axis name or a tuple of different ones"
-    hint = "Use None on a single device; other arguments go by name."
+    allowed = "a mesh axis name or a tuple of different names"
+    hint = "Use None on a single device. Pass other arguments by keyword."
     checks.require(valid, who, argument, got=axis_name, allowed=allowed, hint=hint)
     return names
 
 
 def named_or_bound(who: str, axis_name: AxisName | None = None) -> tuple[str, ...]:
-    """Return axis names, or those of the step around the call; refuse a call without either."""
+    """Return axis names, by default those that the step around the call binds; refuse no names."""
     names = canonical(who, axis_name) or bound().names
-    hint = f"make_train_step or on_mesh around it binds one; else {who}(..., axis_name='data'); "
-    hint += "in NNX boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
+    hint = f"Call {who} inside make_train_step or on_mesh, or write {who}(..., axis_name='data'); "
+    hint += "in NNX write boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
     checks.require(bool(names), who, "axis_name", got=None, allowed="a mesh axis", hint=hint)
     return names
 
@@ -105,21 +106,20 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     """Return the replica axes of a mesh: the given names, or the only axis of the mesh."""
     if mesh is None:
         return canonical(who, axis_name)
-    is_mesh = hasattr(mesh, "axis_names")
-    hint = "jax.make_mesh((8,), ('data',)) makes one."
-    checks.require_type(is_mesh, who, "mesh", got=mesh, allowed="a jax.sharding.Mesh", hint=hint)
+    hint = "Make a mesh by jax.make_mesh((8,), ('data',))."
+    checks.require_type(hasattr(mesh, "axis_names"), who, "mesh", mesh, "a jax.sharding.Mesh", hint)
     names = canonical(who, axis_name) or (mesh.axis_names if len(mesh.axis_names) == 1 else ())
     allowed = f"among the mesh's axes {tuple(mesh.shape)}"
     valid = bool(names) and set(names) <= set(mesh.axis_names)
-    hint = "The batch is split over it: make the mesh with jax.make_mesh((n,), ('data',))."
+    hint = "The batch is split over this axis. Make a mesh by jax.make_mesh((n,), ('data',))."
     checks.require(valid, who, "axis_name", got=axis_name, allowed=allowed, hint=hint)
     return names
 
 
 # The hint for plain jit, where the shards are XLA's and the step binds the replica axes.
 _IN_JIT = (
-    "in plain jit leave it out and wrap the chain: boostax.on_mesh(tx, params, axis_name=...), or "
-    "boostax.nnx.Optimizer(..., axis_name=...); boostax.make_train_step does either."
+    "in plain jit omit axis_name and wrap the chain by boostax.on_mesh(tx, params, axis_name=...) "
+    "or boostax.nnx.Optimizer(..., axis_name=...). boostax.make_train_step also binds the axis."
 )
 
 
@@ -131,14 +131,14 @@ def require_bound(
         try:
             lax.axis_size(name)
         except NameError as error:
-            raise ValueError(
-                f"{who}: {argument} must name an axis of the surrounding jax.shard_map, jax.pmap "
-                f"or jax.vmap, got {name!r}, which is not bound here. Run the update inside "
-                f"jax.shard_map, or {hint}"
-            ) from error
+            allowed = "an axis of the surrounding jax.shard_map, jax.pmap or jax.vmap"
+            got = f"{name!r}, which is not bound here"
+            hint = f"Run the update inside jax.shard_map, or {hint}"
+            raise ValueError(checks.message(who, argument, allowed, got, hint)) from error
 
 
-# The number of replicas along the axes, and the index of this replica; the first axis is slowest.
+# The number of replicas along the axes, and the index of this replica. The index of the first axis
+# varies slowest.
 size = lax.axis_size
 index = lax.axis_index
 
@@ -150,16 +150,19 @@ def varying(x: object) -> frozenset[str]:
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
 
-def sent_over(eqn: jaxprs.JaxprEqn) -> tuple[str | int, ...]:
-    """Return the axes of a collective, also those of ``vmap``; empty for other equations."""
-    is_collective = eqn.primitive.name.removesuffix("_invariant") in COLLECTIVES
-    names = eqn.params.get("axes", eqn.params.get("axis_name", ())) if is_collective else ()
-    return names if isinstance(names, tuple) else (names,)
+def sent_over(eqns: Iterable[jaxprs.JaxprEqn]) -> list[tuple[str | int, ...]]:
+    """Return the axes of each collective among equations, also the axes of ``vmap``."""
+    sent: list[tuple[str | int, ...]] = []
+    for eqn in eqns:
+        if eqn.primitive.name.removesuffix("_invariant") in COLLECTIVES:
+            names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            sent.append(names if isinstance(names, tuple) else (names,))
+    return sent
 
 
 def named(eqns: Iterable[jaxprs.JaxprEqn]) -> frozenset[str]:
     """Return the named axes over which equations communicate."""
-    return frozenset(name for eqn in eqns for name in sent_over(eqn) if isinstance(name, str))
+    return frozenset(x for names in sent_over(eqns) for x in names if isinstance(x, str))
 
 
 def tracked(names: tuple[str, ...]) -> frozenset[str]:
@@ -173,37 +176,33 @@ def types(tree: PyTree) -> list[frozenset[str]]:
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
-    """Cast to varying over the given axes that ``shard_map`` maps.
+    """Cast arrays to vary over those of the given axes that ``shard_map`` maps.
 
     Outside ``shard_map``, or with ``check_vma=False``, the values stay unchanged.
     """
-    manual = _manual() & frozenset(names)
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(manual - varying(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree) if manual else tree
-
-
-def _manual() -> frozenset[str]:
-    """Return the axes over which ``shard_map`` maps the traced code."""
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    if not (manual := frozenset(names).intersection(get_abstract_mesh().manual_axes)):
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if missing := tuple(sorted(manual - varying(leaf))):
+            leaves[i] = lax.pcast(leaf, missing, to="varying")
+    return structure.unflatten(leaves)
 
 
 def unify(tree: PyTree, like: PyTree) -> PyTree:
-    """Cast each leaf to vary wherever its counterpart does, as the branches of a cond must."""
-    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like) if _manual() else tree
+    """Cast each leaf to vary over its counterpart's axes: branches of a cond have equal types."""
+    is_mapped = bool(get_abstract_mesh().manual_axes)
+    return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like) if is_mapped else tree
 
 
 def placed_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Give each leaf the sharding of its counterpart, if types have shardings (Explicit mesh)."""
-
-    def placed(x: jax.Array, y: jax.Array) -> jax.Array:
-        target = jax.typeof(y).sharding
-        return x if jax.typeof(x).sharding.spec == target.spec else jax.sharding.reshard(x, target)
-
-    return jax.tree.map(placed, tree, like)
+    """Reshard each leaf like its counterpart, if types have shardings (Explicit mesh)."""
+    leaves, structure = jax.tree.flatten(tree)
+    for i, counterpart in enumerate(jax.tree.leaves(like)):
+        target = jax.typeof(counterpart).sharding
+        if jax.typeof(leaves[i]).sharding.spec != target.spec:
+            leaves[i] = jax.sharding.reshard(leaves[i], target)
+    return structure.unflatten(leaves)
 
 
 def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None) -> jax.Array:
@@ -226,8 +225,10 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
     """Stack the values of all replicas on a new dimension; the result is typed as equal."""
     if not vmapped(names):
         return lax.all_gather(x, names, axis=dim, to="invarying")
-    stacked = functools.reduce(lambda y, name: lax.all_gather(y, name, axis=dim), names[::-1], x)
-    return stacked.reshape(*x.shape[:dim], -1, *x.shape[dim:])
+    shape = x.shape
+    for name in reversed(names):
+        x = lax.all_gather(x, name, axis=dim)
+    return x.reshape(*shape[:dim], -1, *shape[dim:])
 
 
 def sent_apart() -> bool:
@@ -274,7 +275,7 @@ def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 def vmapped(names: tuple[str, ...]) -> bool:
     """Return whether ``jax.vmap`` bound the names; some collectives have no batching rule."""
-    return not frozenset(names) <= _manual()
+    return not frozenset(names).issubset(get_abstract_mesh().manual_axes)
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
@@ -284,28 +285,28 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
     """
     over = sorted(varying(predicate))
     what = "the decision to run the inner transformation"
-    hint = "Gradients differ over these axes: name all in axis_name, or reduce gradients first."
+    hint = "Gradients differ over these axes. Reduce them first, or name all axes in axis_name."
     checks.require(not over, who, what, got=over, allowed="the same on all replicas", hint=hint)
 
 
 def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     """Refuse leaves that are not gradients, and gradients already summed over the replicas.
 
-    Only varying types show a sum, so summed gradients pass with ``check_vma=False``, under ``pmap``
-    and if they are summed over FSDP shards.
+    Only varying types show a sum, so summed gradients are accepted with ``check_vma=False``, under
+    ``pmap``, and where they are summed over FSDP shards.
     """
     trees.require_gradients(grads, who)
     require_bound(names, who)
-    mapped = frozenset(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    mapped = frozenset(names).intersection(get_abstract_mesh().manual_axes)
     if not mapped or mapped.intersection(*map(varying, jax.tree.leaves(grads))) == mapped:
         return
-    hint = "Use value_and_grad or grad of boostax.train.local_params(params, axis_name=axis)."
+    hint = "With check_vma, differentiate boostax.train.local_params(params, axis_name=axis)."
     expected = tracked(names)
     for path, leaf in jax.tree.leaves_with_path(grads):
         missing = ", ".join(sorted(expected - varying(leaf)))
         # The indices of sparse gradients may be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            got = f"{trees.path_name(path)!r} equal over {missing}: checked, jax.grad sums it"
+            got = f"{trees.path_name(path)!r} equal over {missing}, which jax.grad sums"
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
 
 
@@ -314,14 +315,14 @@ def local_params(params: Params, *, axis_name: AxisName | None = None) -> Params
     """Make params whose gradient stays local to each replica.
 
     Differentiating a function of replicated params inside ``jax.shard_map`` sums the gradient over
-    the replicas. Every boostax transformation with an ``axis_name`` takes the gradients *before*
+    the replicas. Every boostax transformation with an ``axis_name`` expects the gradients *before*
     that sum. Gradients with respect to the returned params are local, with checking on or off and
     under ``pmap``.
 
     Args:
       params: tree of arrays, equal on all replicas.
       axis_name: mesh axis name or a tuple of names, bound by the surrounding ``shard_map`` or
-        ``pmap``. ``None``: the axis of the step around it (``make_train_step``, ``on_mesh``).
+        ``pmap``. ``None``: the axis of the surrounding step (``make_train_step``, ``on_mesh``).
 
     Returns:
       The same arrays, typed as varying over the axes. Cost: none; it compiles to nothing.

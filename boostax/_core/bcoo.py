@@ -15,7 +15,7 @@ from boostax._core.types import PyTree
 
 # A program that has a sparse array has imported this module, so boostax need not import it.
 MODULE = "jax.experimental.sparse"
-DENSE = "Convert with .todense()."
+DENSE = "Convert gradients by .todense()."
 
 
 def is_sparse(node: object) -> bool:
@@ -30,8 +30,7 @@ def dense(tree: PyTree, who: str) -> PyTree:
             return x
         got = type(x).__name__, trees.path_name(path)
         valid = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
-        allowed = "dense arrays or BCOO with n_batch=0"
-        checks.require_type(valid, who, "gradients", got=got, allowed=allowed, hint=DENSE)
+        checks.require_type(valid, who, "gradients", got, "dense or BCOO with n_batch=0", DENSE)
         # x.todense() loses the varying axes of the type. The sum is in f32 or wider, so that rows
         # with the same index are rounded once.
         zeros = jnp.zeros(x.shape, trees.wide_dtype(x))

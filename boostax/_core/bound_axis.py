@@ -2,12 +2,12 @@
 """Name the replica axis once, for all parts of a chain that have no ``axis_name``.
 
 ``make_train_step`` and ``on_mesh`` bind their ``axis_name`` while they call a chain. A reduction
-without an ``axis_name`` runs over the bound one, and so does a gate with a reduction inside. A gate
-behind the reduction gets gradients that are equal on all replicas, so it needs no axis. Each part
-reads the bound axis when it is called, not when it is built.
+without an ``axis_name`` runs over the bound axis, and so does a gate around a reduction. A gate
+after the reduction gets gradients that are equal on all replicas, so this gate needs no axis. Each
+part reads the bound axis when the part is called, not when it is built.
 
-Inside a window that averages the gradients of each call itself (``averaged``), a mean returns its
-input unchanged, other reductions are refused, and gates ignore their ``axis_name``.
+Some windows average the gradients of each call themselves (``averaged``). Inside such a window, a
+mean returns its input unchanged, other reductions are refused, and gates ignore ``axis_name``.
 """
 
 import contextvars
@@ -29,7 +29,7 @@ REDUCED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("reduc
 
 
 def gate(factory: Factory) -> Factory:
-    """Make ``axis_name`` optional for a gate: the default is the bound axis if a part reduces."""
+    """Make ``axis_name`` optional for a gate; the default is the bound axis if a part reduces."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
@@ -38,33 +38,33 @@ def gate(factory: Factory) -> Factory:
         by_axes: dict[tuple[str, ...], Extended] = {(): alone}
 
         def pick(params: PyTree) -> Extended:
-            names = axes.bound().names
-            if axes.bound().averaged:
+            bound = axes.bound()
+            if bound.averaged:
                 return called(factory, spec, None)
             if spec.arguments.get("axis_name") is not None:
                 return alone
-            if names not in by_axes:
-                reduced = _reduced_inside(alone, params)
-                bound = sorted(reduced, key=repr) if axes.UNNAMED in names else names
-                agreed = tuple(name for name in bound if name in reduced)
-                by_axes[names] = called(factory, spec, agreed) if agreed else alone
-            return by_axes[names]
+            if bound.names not in by_axes:
+                agreed = _agreed(alone, params, bound.names)
+                by_axes[bound.names] = called(factory, spec, agreed) if agreed else alone
+            return by_axes[bound.names]
 
         return delayed(alone, pick)
 
     return made  # type: ignore[return-value]
 
 
-def _reduced_inside(tx: Any, params: PyTree) -> set[str]:
-    """Return the axes over which parts inside reduce, as their ``init`` reports them.
+def _agreed(tx: Any, params: PyTree, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the bound axes over which parts inside reduce, as the ``init`` of each part reports.
 
-    It is no closure, because cloudpickle copies the variables of one, and REDUCED has no copy.
+    This is no closure, because cloudpickle copies the variables of closures, and REDUCED cannot be
+    copied.
     """
     reduced = set[str]()
     with axes.during(REDUCED, reduced):
         for inner in tx.update.description.inner.values():
             jax.eval_shape(functools.partial(init_inner, inner), params)
-    return reduced
+    bound = sorted(reduced, key=repr) if axes.UNNAMED in names else names
+    return tuple(name for name in bound if name in reduced)
 
 
 def called(factory: Callable[..., Extended], spec: Any, names: axes.AxisName | None) -> Extended:
@@ -75,25 +75,16 @@ def called(factory: Callable[..., Extended], spec: Any, names: axes.AxisName | N
 
 def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
     """Return a transformation that is chosen at each call, with the description of ``sample``."""
+    sampled = gate_of(sample)
 
-    def init(params: PyTree) -> PyTree:
-        return pick(params).init(params)
+    # A gate gets a ``Pending`` and the argument ``apply``; any other part gets gradients.
+    @functools.wraps(sampled.step if sampled else sample.update)
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
+        raw = updates.raw if isinstance(updates, Pending) else updates
+        chosen = pick(raw if params is None else params).update
+        return (chosen.step if sampled else chosen)(updates, state, params, **extra)
 
-    if (gate := gate_of(sample)) is None:
-
-        @functools.wraps(sample.update)
-        def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
-            tx = pick(updates if params is None else params)
-            return tx.update(updates, state, params, **extra)
-
-        return Extended(init, update)
-
-    @functools.wraps(gate.step)
-    def step(grads: Pending, state: PyTree, params: PyTree, **kwargs: PyTree) -> Stepped:
-        tx = pick(grads.raw if params is None else params)
-        return tx.update.step(grads, state, params, **kwargs)
-
-    def flush(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
-        return pick(params).update.flush(state, params, **extra)
-
-    return gated(init, step, flush)
+    tx = Extended(lambda params: pick(params).init(params), update)
+    if sampled is None:
+        return tx
+    return gated(tx.init, update, lambda state, p, **extra: pick(p).update.flush(state, p, **extra))

@@ -20,9 +20,9 @@ Factory = TypeVar("Factory", bound=Callable[..., object])
 _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " Put it around an optimizer, not next to it in optax.chain."
-_ROWS = " All rows are one tree, (x, y), that loss_fn takes; what they share goes by keyword."
-# Notes on calls by argument, and the names by which users know the classes.
-_NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " opt_state is () without a loss scale."}
+_ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass what the rows share by keyword."
+# The notes of an argument, and the names by which users know the classes.
+_NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " Without a loss scale, opt_state is ()."}
 _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 
 
@@ -47,10 +47,8 @@ def needing(who: str, package: str, extra: str) -> Generator[None]:
 
 
 def positive_int(who: str, argument: str, value: object, hint: str) -> Any:
-    """Require an integer of Python, NumPy or JAX from 1 to the largest i32; refuse a bool.
-
-    A traced value (``inject_hyperparams``) is not checked.
-    """
+    """Require an integer of Python, NumPy or JAX from 1 to the largest i32; refuse a bool."""
+    # Inside ``inject_hyperparams`` the value is traced.
     if isinstance(value, Tracer):
         return value
     number = natural(who, argument, value, hint, "a positive integer", least=1)
@@ -78,7 +76,7 @@ def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> 
 
 
 def require_scalar(who: str, argument: str, value: object) -> None:
-    """Refuse an array with dimensions: its one element would broadcast and change other shapes."""
+    """Refuse an array with dimensions, because its one element would broadcast."""
     shape = getattr(value, "shape", ())
     hint = f"{argument}.reshape(()) makes a scalar of one element, .sum() of more."
     require(not shape, who, argument, shape, "shaped ()", hint)
@@ -89,7 +87,8 @@ def number(
 ) -> Any:
     """Require a finite real scalar that passes ``test``; only the shape of a tracer is checked."""
     require_scalar(who, argument, value)
-    if isinstance(value, Tracer):  # inject_hyperparams
+    # Inside ``inject_hyperparams`` the value is traced.
+    if isinstance(value, Tracer):
         return value
     try:
         if isinstance(value, (str, bytes, bool)):
@@ -102,7 +101,7 @@ def number(
 
 
 def choice(who: str, argument: str, value: Choice, allowed: Any, hint: str) -> Choice:
-    """Require one of the words of a ``Literal``, or of a tuple."""
+    """Require a word of a ``Literal``, or of a tuple."""
     allowed = get_args(allowed) or allowed
     words = " or ".join(repr(word) for word in allowed) or "left out"
     require(value in allowed, who, argument, value, words, hint)
@@ -124,23 +123,21 @@ def require(
     many leaves are slow to build. A function that a user passed is shown.
     """
     if not valid:
-        raise error(message(who, argument, allowed, _text(got), _text(hint)))
+        texts: list[Any] = [got, hint]
+        for i, x in enumerate(texts):
+            is_ours = inspect.isfunction(x) and x.__module__.startswith("boostax.")
+            texts[i] = x() if is_ours and x.__name__ == "<lambda>" else x
+        raise error(message(who, argument, allowed, *texts))
 
 
-def _text(x: Any) -> Any:
-    """Call a lambda of boostax; return all else."""
-    ours = inspect.isfunction(x) and x.__module__.startswith("boostax.")
-    return x() if ours and x.__name__ == "<lambda>" else x
-
-
-# The same, but it raises a ``TypeError``.
+# The same check, but the error is a ``TypeError``.
 require_type = functools.partial(require, error=TypeError)
 
 
 def nearest(word: object, words: Iterable[str]) -> str:
-    """Return a hint that names the closest of ``words`` to ``word``."""
+    """Return a hint with the word of ``words`` that is closest to ``word``."""
     matches = difflib.get_close_matches(str(word), list(words), 1, 0.5)
-    return f"Did you mean {matches[0]!r}?" if matches else "Nothing there is close to it."
+    return f"Did you mean {matches[0]!r}?" if matches else "No allowed name is similar."
 
 
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
@@ -149,11 +146,11 @@ def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> N
 
 
 def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[np.floating]:
-    """Require a real floating dtype, or the name of one."""
+    """Require a real floating dtype, or its name."""
     is_valid = False
     with contextlib.suppress(TypeError):
         is_valid = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    hint = "Try 'float32', 'bfloat16' or 'float16'."
+    hint = "Use 'float32', 'bfloat16' or 'float16'."
     require(is_valid, who, argument, value, "a floating dtype", hint)
     return jnp.dtype(value)
 
@@ -169,14 +166,14 @@ def table(package: str, name: str) -> dict[str, Any]:
 def replacement(name: str) -> str | None:
     """Return the sentence in ``names.toml`` about a name, or about an argument ``"f(argument=)"``.
 
-    The file lists what was removed or moved, or exists in another package, and ``"f(axis_name)"``
-    for functions whose ``axis_name`` was positional.
+    The file lists names that were removed or moved, or that exist in another package. An entry
+    ``"f(axis_name)"`` is for a function whose ``axis_name`` was positional.
     """
     return table("boostax", "names").get(name)
 
 
 def bind(factory: Callable[..., object], args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Bind the arguments of a call; if they do not fit, show a call that does."""
+    """Bind the arguments of a call; an error shows a correct call."""
     signature = inspect.signature(factory)
     try:
         return signature.bind(*args, **kwargs)
@@ -191,12 +188,12 @@ def bind(factory: Callable[..., object], args: Any, kwargs: Any) -> inspect.Boun
         old = [f"{who}({name}=)" for name in kwargs if name not in names]
         old += [f"{who}(axis_name)"] * any(isinstance(x, (str, tuple)) for x in args[1:])
         hint = next(filter(None, map(replacement, old)), f"The call is {who}({shown}).{notes}")
-        got = f"others: {error}"
+        got = f"a wrong call: {error}"
         raise TypeError(message(who, "arguments", ", ".join(names), got, hint)) from None
 
 
 def arguments(factory: Factory) -> Factory:
-    """Make a function raise an error with an example call if its arguments do not fit."""
+    """Make a function show a correct call in the error for wrong arguments."""
 
     @functools.wraps(factory)
     def checked(*args: object, **kwargs: object) -> object:
@@ -210,7 +207,7 @@ def arguments(factory: Factory) -> Factory:
 
 
 def transformation(who: str, argument: str, value: Any) -> Any:
-    """Require ``init`` and ``update``, as Optax does; add support for extra arguments."""
+    """Require ``init`` and ``update``, as Optax does; make ``update`` accept extra arguments."""
     if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
         hint = "Pass an optimizer such as optax.adamw(1e-3)." + _AROUND * (argument == "inner")
         raise TypeError(message(who, argument, "an optax.GradientTransformation", value, hint))

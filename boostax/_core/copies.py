@@ -3,14 +3,15 @@
 
 JAX treats a replicated array as one array, even if the devices' copies differ after a flipped bit
 or with another seed in one process. ``check_replicas`` and ``Checkpointer`` find such copies. Every
-device reduces the words of its copy to two sums mod 2**32, a plain one and one weighted by odd
-numbers, and the sums of all devices are compared. An odd factor is invertible, so one altered word
+device reduces the words of its copy to two sums mod 2**32, a plain sum and a sum weighted by odd
+numbers. Then the sums of all devices are compared. An odd factor is invertible, so one altered word
 always changes the weighted sum. Integer sums are exact in any order.
 
 Each device sends 8 bytes for each distinct sharding among the leaves. The sums of each leaf are
 sent only if these 8 bytes differ.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ class Copies(NamedTuple):
 
     Attributes:
       equal: bool scalar, whether the sums of every leaf agree on all copies.
-      culprits: i32 ``[leaves]``, for each leaf the replica whose copy agrees with the fewest others
-        (the last such replica); -1 if all copies of the leaf are equal.
+      culprits: i32 ``[leaves]``, for each leaf the replica whose copy agrees with the fewest other
+        copies (the last such replica); -1 if all copies of the leaf are equal.
     """
 
     equal: jax.Array  # [] bool
@@ -50,7 +51,7 @@ def words(leaf: jax.Array) -> jax.Array:
 
 
 def weighted(words: jax.Array) -> jax.Array:
-    """Multiply each word by an odd number, a different one for each position."""
+    """Multiply each word by an odd number, which differs for each position."""
     factor = jnp.uint32(1)
     stride = 2
     for axis in reversed(range(words.ndim)):
@@ -78,16 +79,12 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
 def on_mesh(
     mesh: jax.sharding.Mesh, order: tuple[str, ...], specs: tuple[P, ...], extra: Sequence[int] = ()
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
-    """Return a comparison of leaves with these specs; culprits are device indices."""
+    """Return a function that compares leaves with these specs; its culprits are device indices."""
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
     groups, kinds = classes(order, [mesh.shape[name] for name in order], sharded)
-
-    @jax.shard_map(mesh=mesh, in_specs=([*specs], P()), out_specs=P(), check_vma=False)
-    def on_device(leaves: list[jax.Array], due: jax.Array) -> Copies:
-        return compared(leaves, due, extra, order, groups, kinds)
-
-    return on_device
+    fn = functools.partial(compared, extra=extra, names=order, groups=groups, kinds=kinds)
+    return jax.shard_map(fn, mesh=mesh, in_specs=([*specs], P()), out_specs=P(), check_vma=False)
 
 
 def classes(
@@ -109,13 +106,14 @@ def compared(
     groups: np.ndarray,
     kinds: list[int],
 ) -> Copies:
-    """Compare the leaves of this device with the copies on other devices.
+    """Compare the leaves of this device with their copies on other devices.
 
     Args:
       leaves: the shards of this device.
-      due: bool scalar, whether to compare now. Each device reads its own copy, so a device whose
-        counter differs is found.
-      extra: numbers of this process, such as checksums of its program; they come first.
+      due: bool scalar, whether to compare now. Each device reads its own copy of ``due``, so a
+        device with another counter is found.
+      extra: numbers of this process, such as checksums of its program. In ``culprits`` these
+        numbers are before the leaves.
       names: the axes of all devices.
       groups: ``[classes, devices]``; devices with the same number have copies of the same shard.
       kinds: the class of each leaf.
@@ -135,15 +133,17 @@ def compared(
     first = np.stack([np.argmax(x[:, None] == x, 1) for x in groups], 1)
     equal = jnp.all(totals == jnp.take_along_axis(totals, first[..., None], 0))
 
-    def culprit(copies: jax.Array, kind: jax.Array) -> jax.Array:
-        group = jnp.asarray(groups)[kind]
-        unlike = jnp.sum((group[:, None] == group) & jnp.any(copies[:, None] != copies, -1), 1)
-        last = len(group) - 1 - jnp.argmax(unlike[::-1])
-        return jnp.where(unlike.max() > 0, last, -1).astype(jnp.int32)
-
     def culprits() -> jax.Array:
         gathered = axes.gather(axes.to_varying(local, names), names)
-        return lax.map(lambda row: culprit(*row), (gathered.swapaxes(0, 1), jnp.asarray(row_kinds)))
+
+        def culprit(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+            copies, kind = row
+            group = jnp.asarray(groups)[kind]
+            unlike = jnp.sum((group[:, None] == group) & jnp.any(copies[:, None] != copies, -1), 1)
+            last = len(group) - 1 - jnp.argmax(unlike[::-1])
+            return jnp.where(unlike.max() > 0, last, -1).astype(jnp.int32)
+
+        return lax.map(culprit, (gathered.swapaxes(0, 1), jnp.asarray(row_kinds)))
 
     branches = [culprits, lambda: axes.zeros(jax.eval_shape(culprits)) - 1]
     return Copies(equal, lax.switch(equal.astype(jnp.int32), branches))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Descriptions of the parts of a chain: name, role, axes, parts inside, and extra arguments.
 
-In Optax a transformation is two functions, which do not show which field of the state is the state
-of an inner transformation, over which axes a part reduces, or how a part changes a gradient.
+In Optax, a transformation is two functions. They do not show which field has the state of an inner
+transformation, over which axes a part reduces, or how a part changes a gradient.
 ``boostax.order`` reads descriptions for ``explain``, the rules of order, ``make_train_step`` and
 ``migrate_state``.
 
@@ -31,15 +31,14 @@ import optax
 from boostax._core import bcoo, checks
 from boostax._core.types import PyTree
 
-# The result of a transformation: updates (or new params), and its state.
+# The result of a transformation: updates or new params, and the new state.
 Stepped = tuple[PyTree, PyTree]
 Update = TypeVar("Update", bound=Callable[..., PyTree])
-_NUMBERS = float, complex
 
-# The roles: the effect of a part on a gradient, which decides its position in a chain.
+# A role is the effect of a part on a gradient, and decides the position of the part in a chain.
 Gate = Literal["scaler", "window", "check"]
 AroundOptimizer = Literal["carry", "freeze", "storage"]
-# The first three roles reduce gradients; the others reduce each replica's updates or params.
+# The first three roles reduce gradients; the last two reduce each replica's updates or params.
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
 # Roles of parts that change reduced gradients.
 Gradient = Literal["centralize", "norm clip", "clip", "decay", "noise"]
@@ -50,14 +49,14 @@ Role = Literal[Gate, AroundOptimizer, Reduction, Gradient, Optimizer, PassedThro
 
 
 class Holds(NamedTuple):
-    """The meaning of a state's fields, as far as ``migrate_state`` needs it.
+    """The meaning of a state's fields for ``migrate_state``.
 
     A state class has this object as its attribute ``holds``. In a class without ``holds``, as in
-    Optax's optimizers, arrays of a param's shape are moments and integers are counts.
+    Optax's optimizers, arrays of a param's shape are moments, and integers are counts.
 
     Attributes:
       bound: fields that have a meaning only together, so ``migrate_state`` keeps all or none of
-        them; ``()`` if each field has a meaning alone, ``None`` for moments and counts.
+        these fields; ``()`` if each field has a meaning alone, ``None`` for moments and counts.
       opened: the field that counts the micro-steps in an open window.
       steps: the field with the number of steps that a schedule reads.
       scale: the field of the loss scale, or of the table of loss scales.
@@ -82,7 +81,7 @@ class Description:
       what: the first line of the factory's docstring.
       role: see ``Role``.
       axes: mesh axes over which the part reduces or agrees.
-      inner: transformations inside, by the field of the state that holds their states.
+      inner: transformations inside, each by the field of the state for its state.
       lossy: whether values that are not sent are lost permanently.
     """
 
@@ -106,8 +105,8 @@ def describe(
     """Describe a part by a decorator of its ``update``, or of a gate's ``step``.
 
     ``explain``, the rules of order, ``make_train_step`` and ``migrate_state`` then treat the
-    transformation like one of boostax's own. Its calls have ``boostax.<name>`` in the name stack of
-    a trace, so ``audit`` counts its collectives separately.
+    transformation like a part of boostax. The calls of ``update`` have ``boostax.<name>`` in the
+    name stack of a trace, so ``audit`` counts the collectives of the part separately.
 
     Args:
       name: the factory's name.
@@ -118,7 +117,7 @@ def describe(
         ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``, ``"watch"``,
         ``"nothing"``; ``"unknown"`` is not checked.
       axes: mesh axes over which the part reduces or agrees.
-      inner: transformations inside, by the field of the state that holds their states.
+      inner: transformations inside, each by the field of the state for its state.
       what: a summary; by default the first line of the factory's docstring.
       lossy: whether values that are not sent are lost permanently.
 
@@ -139,16 +138,18 @@ def describe(
       >>> boostax.explain(tx, jnp.zeros(2)).parts[0].role
       'rate'
     """
-    checks.choice("describe", "role", role, Role, "'unknown' is counted and not checked.")
+    checks.choice("describe", "role", role, Role, "A part with the role 'unknown' is not checked.")
 
     def decorate(update: Update) -> Update:
         @functools.wraps(update)
         def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            # The caller may have Python numbers among the leaves.
-            args = jax.tree.map(lambda x: jnp.asarray(x) if type(x) in _NUMBERS else x, args)
+            # The caller may pass Python numbers among the leaves.
+            args = jax.tree.map(
+                lambda x: jnp.asarray(x) if type(x) in (float, complex) else x, args
+            )
             if bcoo.MODULE in sys.modules and args:
                 args = bcoo.dense(args[0], name), *args[1:]
-            # Profiles show this name, which comes from the name stack of the trace.
+            # Profiles show this name from the name stack of the trace.
             with jax.named_scope(f"boostax.{name}"):
                 return update(*args, **kwargs)
 
@@ -165,7 +166,7 @@ def closure(fn: Callable[..., object]) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # The variable is not assigned yet.
+        with contextlib.suppress(ValueError):  # A variable may not be assigned yet.
             variables[name] = cell.cell_contents
     return variables
 
@@ -182,7 +183,7 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
     A step is compiled once for each variant. The variants of ``scheduled_freeze`` are the numbers
     of frozen groups: ``update`` gets a Python integer by the keyword ``depth``, and
     ``own(state).next_variant()`` is the variant of the next call, an i32 scalar. A gate that only
-    watches, such as ``average_params``, has the variants of what is inside.
+    watches, such as ``average_params``, has the variants of the transformation inside.
     """
     description = getattr(tx.update, "description", None)
     if hasattr(tx.update, "step") and description and description.role == "watch":
@@ -191,10 +192,7 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
 
 
 def elsewhere(extra: Mapping[str, PyTree], place: Callable[[PyTree], PyTree]) -> dict[str, PyTree]:
-    """Return extra arguments whose functions take converted params; ``place`` converts back."""
-
-    def moved(fn: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        return lambda trial: fn(place(trial))
-
-    functions = {name: extra.get(name) for name in ("value_fn", "obj_fn")}
-    return {**extra, **{name: moved(fn) for name, fn in functions.items() if fn is not None}}
+    """Return extra arguments whose functions accept converted params; ``place`` converts back."""
+    functions = {x: extra[x] for x in ("value_fn", "obj_fn") if extra.get(x) is not None}
+    moved = {x: functools.partial(lambda f, y: f(place(y)), fn) for x, fn in functions.items()}
+    return {**extra, **moved}

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: one branch that runs the inner transformation, or keeps all state.
+"""The gate: one branch that runs the inner transformation, or returns old state.
 
-Its form follows from measurements on the compilers for CPU, TPU and GPU (``docs/compilers.md``):
+Measurements on the compilers for CPU, TPU and GPU decided its form (``docs/compilers.md``):
 
-* ``where`` keeps old and new moments until the select, so XLA cannot reuse a buffer. A branch
-  around the update *and* its application lets XLA write donated buffers in place.
+* ``where`` needs the old and the new moments at once, so XLA cannot reuse a buffer. A branch around
+  the update *and* its application lets XLA write donated buffers in place.
 * With ``lax.cond``, XLA:CPU copies pass-through operands unless the True branch does the work
   (https://github.com/jax-ml/jax/issues/39449), and XLA:GPU unless the False branch does.
-  ``lax.switch`` on an int32 keeps the branch order, and no compiler copies.
+  ``lax.switch`` on an int32 preserves the order of the branches, and no compiler copies.
 * A pure ``update`` returns updates, so it needs one buffer of the size of the params.
 
 The ``update`` of a gated transformation is therefore an object with a ``step``, which can also
@@ -15,10 +15,10 @@ apply the result. Nested gates pass ``apply`` inwards, so that only the innermos
 params. Gradients pass inwards unchanged, together with the factors that multiply them later
 (``Pending``), because anything computed from a gradient before a branch is written to memory.
 
-The state of a gate describes its last call by the methods of ``protocols.Gate``, and a state in
-which gradients wait by those of ``protocols.Window``. Its field ``applied``, a bool, is the flag
-behind ``inner_ran()``: whether the last call ran the inner transformation. Its field ``skipped``,
-an i32, counts the calls since the start that did not.
+The state of a gate describes the last call by the methods of ``protocols.Gate``. A state in which
+gradients wait also has the method of ``protocols.Window``. The field ``applied`` of a gate, a bool,
+is the result of ``inner_ran()``: whether the last call ran the inner transformation. The field
+``skipped``, an i32, counts the calls since the start that did not run the transformation.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ Extra = Mapping[str, PyTree]
 
 
 class Pending(NamedTuple):
-    """Gradients, and the f32 factors by which they are to be multiplied.
+    """Gradients, and the f32 factors that will multiply the gradients.
 
-    The product is computed inside the branch that uses the gradients, because anything computed
-    from them before a branch is written to memory. A rule for ``boostax.gate`` gets a ``Pending``;
-    its ``value()`` returns the gradients that the optimizer gets.
+    The product is computed inside the branch that uses the gradients, because a product before the
+    branch is written to memory. A rule for ``boostax.gate`` gets a ``Pending``; the method
+    ``value()`` returns the gradients that the optimizer gets.
 
     Attributes:
       raw: gradients, in their own dtypes.
@@ -66,12 +66,11 @@ class Pending(NamedTuple):
         The gradients are multiplied, not divided: XLA:CPU does not repeat a division in each fusion
         that reads the result, but writes a copy of all gradients.
         """
-
-        def product(g: jax.Array) -> jax.Array:
+        leaves, structure = jax.tree.flatten(trees.at_least_float32(self.raw))
+        for i, g in enumerate(leaves):
             factors = (trees.as_dtype(x, jnp.finfo(g.dtype).dtype) for x in self.factors)
-            return math.prod(factors, start=g)
-
-        return jax.tree.map(product, trees.at_least_float32(self.raw))
+            leaves[i] = math.prod(factors, start=g)
+        return structure.unflatten(leaves)
 
     def usable(self) -> jax.Array:
         """Return whether both the gradients and the sum of their squares are finite.
@@ -90,10 +89,10 @@ class Pending(NamedTuple):
         return norms.all_true(below)
 
 
-# ``step(grads, state, params, *, apply, **extra)`` is like ``update`` and gets a ``Pending``; it
-# returns new params instead of updates if ``apply=True``.
+# ``step(grads, state, params, *, apply, **extra)`` is an ``update`` that gets a ``Pending``. With
+# ``apply=True``, a step returns new params instead of updates.
 Step = Callable[..., Stepped]
-# ``flush(state, params, **extra)`` closes open windows without a new gradient; it returns params
+# ``flush(state, params, **extra)`` closes open windows without a new gradient, and returns params
 # and state.
 Flush = Callable[..., Stepped]
 
@@ -103,15 +102,16 @@ class GatedUpdate:
     """The pure ``update`` of a gate, together with the gate's ``step`` and ``flush``.
 
     Optax sees an ordinary function. Code that rebuilds the pair of ``init`` and ``update``
-    (``copy``, ``jax.tree.map``, Equinox, Keras) keeps the gate. Code that replaces ``update`` by
-    another function (``optax.chain``, ``optax.masked``, ...) calls the pure ``update``, and loses
-    the gate; so do ``functools.wraps`` and ``jax.jit``, which copy only the attributes.
+    (``copy``, ``jax.tree.map``, Equinox, Keras) preserves the gate. Code that replaces ``update``
+    by another function (``optax.chain``, ``optax.masked``, ...) calls the pure ``update``, and
+    loses the gate. ``functools.wraps`` and ``jax.jit`` lose the gate too, because only the
+    attributes are copied.
 
     Attributes:
       step: see ``Step``.
       flush: see ``Flush``.
-      init: the ``init`` of the same transformation; errors compare a state with its result.
-      description: the description of the gate, which ``describe`` attached to ``step``.
+      init: the ``init`` of the same transformation; an error compares a state with the first state.
+      description: the description that ``describe`` attached to ``step``.
     """
 
     step: Step
@@ -145,7 +145,7 @@ def params_for(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Return the params for the ``init`` of a transformation inside a gate.
 
     A gate gets the params in their storage dtypes. Any other transformation gets f32 or wider
-    params, so that its moments are not rounded.
+    params, so that the moments are not rounded.
     """
     return params if gate_of(tx) else trees.at_least_float32(params)
 
@@ -157,7 +157,7 @@ def init_inner(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
 
 
 def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
-    """Make the first state of an optimizer that ``who`` wraps; refuse one with a gate inside."""
+    """Make the first state of an optimizer inside ``who``; refuse an optimizer with a gate."""
     state = trees.first_state(tx, trees.at_least_float32(params))
     refuse_gates(who, gates_in(state))
     return state
@@ -166,17 +166,17 @@ def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -
 def refuse_gates(who: str, gates: Sequence[object]) -> None:
     """Refuse gates, or the states of gates, inside ``who``."""
     got = [type(gate).__name__ for gate in gates if gate is not None]
-    hint = f"They skip steps: put the gate outside, dynamic_loss_scale({who}(adamw(...)))."
+    hint = f"Gates skip steps. Put the gate outside: dynamic_loss_scale({who}(adamw(...)))."
     checks.require(not got, who, "inner", got=got, allowed="an optimizer without gates", hint=hint)
 
 
 def call(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
-    """Run the transformation inside a gate, by its own ``step`` or else its ``update``.
+    """Run the transformation inside a gate by its ``step``, or else by its ``update``.
 
-    A transformation without a gate computes in f32 or wider, whatever the dtype of the params, so
-    that moments and weight decay are not rounded.
+    A transformation without a gate computes in f32 or wider for params of any dtype, so that
+    moments and weight decay are not rounded.
     """
     if (gate := gate_of(tx)) is not None:
         return gate.step(grads, state, params, apply=apply, **extra)
@@ -189,19 +189,16 @@ def call(
 
 
 def sources(tx: Extended, params: PyTree) -> Stepped:
-    """Trace which params and gradients each array of the new params and state depends on.
+    """Trace on which params and gradients each array of the new params and state depends.
 
-    The result has a set of numbers for each array. Params and their gradients are numbered in the
-    order of their leaves.
+    The result has a set of numbers for each array. Params and gradients are numbered in the order
+    of the leaves.
     """
     # The types have no shardings, because an Explicit mesh would check them.
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> Stepped:
-        return call(tx, Pending(grads), state, params, apply=True, extra={"value": jnp.zeros(())})
-
     state = jax.eval_shape(functools.partial(init_inner, tx), types)
-    traced, _ = trees.trace_once(update, types, state, types)
+    update = functools.partial(call, tx, apply=True, extra={"value": jnp.zeros(())})
+    traced, _ = trees.trace_once(update, Pending(types), state, types)
     none = frozenset[int]()
     numbers = [frozenset([i]) for i in range(len(jax.tree.leaves(types)))]
     inputs = [*numbers, *[none] * (len(traced.program.in_avals) - 2 * len(numbers)), *numbers]
@@ -218,13 +215,13 @@ def flush_inner(tx: Extended, state: PyTree, params: PyTree, extra: Extra) -> St
         return gate.flush(state, params, **extra)
     hidden = [type(node).__name__ for node in trees.telling(state, protocols.Window)]
     allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
-    hint = "The gate of these states is hidden: put it outside optax.chain and the like."
+    hint = "optax.chain or a like wrapper hides the gate of these states. Put the gate outside."
     checks.require(not hidden, "flush", "tx", got=hidden, allowed=allowed, hint=hint)
     return params, state
 
 
 def flush_of(tx: Extended) -> Flush:
-    """Make the ``flush`` of a gate around ``tx`` that accumulates no gradients itself."""
+    """Make the ``flush`` of a gate around ``tx`` for a gate that accumulates no gradients."""
 
     def flush_fn(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
         waiting = held_open(state.inner_state)
@@ -246,28 +243,28 @@ def run_or_hold(
     who: str,
     names: tuple[str, ...] | None = None,
 ) -> Stepped:
-    """Run ``heavy()`` if the predicate is true, else return params (or zero updates) and state.
+    """Run ``heavy()`` if the predicate is true; else return params, or zero updates, and state.
 
     Args:
       predicate: bool scalar, equal on all replicas.
-      heavy: returns the new state, and the new params if ``apply`` else the updates.
+      heavy: returns the new params and state; with ``apply=False``, updates and the new state.
       params: the old params.
       state: the old state. The new state is cast to the old dtypes, so that no step changes a
         dtype.
-      apply: see ``heavy``.
+      apply: whether ``heavy`` returns params.
       who: the transformation's name, for errors.
       names: mesh axes over which the replicas agreed on the predicate, or over which the gradients
-        are local; ``()`` if it was computed from gradients without an axis; ``None`` if it does not
-        depend on gradients.
+        are local; ``()`` for a predicate of gradients without an axis; ``None`` for a predicate
+        that does not depend on gradients.
     """
     axes.require_invariant(predicate, who)
     # The other branch must return the types of the result, which are known only after a trace.
     replay, types = trees.trace_once(heavy)
     if names is not None:
         _require_agreed(replay, names, who)
-    # The zeros have the dtype, the sharding and the varying axes of the result.
+    # These zeros have the dtype, the sharding and the varying axes of the updates.
     old = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
-    hint = "tx.init(params) makes a state for these gradients."
+    hint = "Make a state for these gradients by tx.init(params)."
     for what, tree, new_types in zip(("params", "state"), old, types, strict=True):
         trees.require_shapes(who, what, tree, new_types, hint)
     old = axes.unify(old, types)
@@ -286,7 +283,7 @@ def skip_if_empty(ok: jax.Array, new: State, old: State, grads: Pending) -> tupl
 
     Args:
       ok: bool scalar, whether the gate runs the inner transformation.
-      new: the state of the gate after the call, except for what ``applied_or_skipped`` sets.
+      new: the state of the gate after the call, before ``applied_or_skipped`` completes it.
       old: the state of the gate before the call.
       grads: the gradients that the gate got.
     """
@@ -305,14 +302,14 @@ def applied_or_skipped(state: PyTree, applied: jax.Array, inner_state: PyTree) -
 def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> None:
     """Refuse axes that do not match the collectives in a branch, if types cannot show the mismatch.
 
-    With ``check_vma=True`` the types of the predicate and the results are already checked.
+    With ``check_vma=True``, the types of the predicate and the results are already checked.
     """
     sent = axes.named(eqn for eqn, _ in interpret.equations(heavy.program.jaxpr))
     seen = axes.tracked((*names, *sent))
     missing = ", ".join(map(repr, sorted(sent - seen.union(names))))
     got = f"{names or None}, and a part inside communicates over {missing}"
     allowed = "all axes over which the parts inside communicate"
-    hint = "Pass them in axis_name: replicas that decide alone deadlock in that collective."
+    hint = "Pass these axes in axis_name. Replicas that decide alone deadlock in a collective."
     checks.require(not missing, who, "axis_name", got, allowed, hint)
     reduced = not names or not sent.isdisjoint(names) or names[0] in seen
     hint = f"Local gradients need a reduction inside, such as boostax.all_reduce({names[:1]})."
@@ -326,7 +323,7 @@ def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) 
     """Run ``work(*operands)`` if the predicate is true, else ``hold(*operands)``, in place.
 
     All branches that carry state are made here. ``work`` and ``hold`` must return the same types.
-    The branch is a ``lax.switch``, because an index keeps the order of the branches.
+    The branch is a ``lax.switch``, because a switch preserves the order of the branches.
     """
     return jax.lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
 
@@ -334,8 +331,8 @@ def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) 
 def passed(state: PyTree) -> jax.Array:
     """Return whether the last call ran the innermost transformation, from the gates' states.
 
-    The flag of an inner gate is stale if an outer gate skipped the call; the outer flag is then
-    False, so the conjunction is still correct.
+    The flag of an inner gate is stale if an outer gate skipped the call. The outer flag is then
+    False, so the conjunction of all flags is still correct.
     """
     flags = [node.inner_ran() for node in gates_in(state)]
     return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels that put each param into a group, and patterns of the names of params."""
+"""Labels that assign each param to a group, and patterns of the names of params."""
 
 import dataclasses
 import fnmatch
@@ -15,16 +15,17 @@ from boostax._core.types import PyTree
 def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     """Return the group of each leaf, the ints 0, 1, ... without a gap, and the number of groups.
 
-    Without params, as in ``optax.tree.map_params``, the number is read from ``groups``; for a
-    function it is a number that every schedule accepts.
+    Without params, as in ``optax.tree.map_params``, the number is read from ``groups``. If
+    ``groups`` is a function, the number is one that every schedule accepts.
 
     Args:
       who: the name of the transformation, for errors.
-      groups: a tree of ints like the params, or a prefix of one; a dictionary of ints by path
-        names, or by patterns, which match every leaf; a function of a leaf's path name and the
-        leaf; a list whose entry ``i`` has the pattern, or the patterns, of group ``i`` (``fnmatch``
-        on path names; the name of a module matches all its leaves), in which leaves without a match
-        make the last group; or the result of ``freeze.mindspore_groups``.
+      groups: one of these forms. A tree of ints like the params, or a prefix of such a tree. A
+        dictionary of ints by path names, or by patterns, which match every leaf. A function of a
+        leaf's path name and the leaf. A list whose entry ``i`` has the pattern, or the patterns, of
+        group ``i`` (``fnmatch`` on path names; the name of a module matches all leaves of the
+        module); leaves without a match are the last group. The result of
+        ``freeze.mindspore_groups``.
       params: the params.
     """
     names = trees.names(params)
@@ -46,13 +47,13 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
         labels = [groups(name, leaf) for name, leaf in trees.named(params)]
     else:
         labels = _spread(who, groups, params)
-    hint = "It is the group of {!r}; ['embed', 'block_*'] names groups by patterns."
+    hint = "This is the group of {!r}. A list, ['embed', 'block_*'], has patterns of groups."
     pairs = zip(labels, map(hint.format, names), strict=True)
     numbers = [checks.integer(who, "groups", label, "integers", hint) for label, hint in pairs]
     present = sorted(set(numbers))
     missing = next((i for i, number in enumerate(present) if i != number), None)
     allowed = "the integers 0, 1, ... without a gap"
-    hint = f"No leaf is in group {missing}; boostax.freeze.prefix_groups(params, n) makes n groups."
+    hint = f"No leaf is in group {missing}. boostax.freeze.prefix_groups(params, n) makes n groups."
     checks.require(missing is None, who, "groups", got=present, allowed=allowed, hint=hint)
     return Labels(treedef.unflatten(numbers), len(present))
 
@@ -71,7 +72,7 @@ class Labels:
 
 
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
-    """Return the label of each leaf, from a tree like the params or a prefix of one."""
+    """Return the label of each leaf, from a tree like the params or from its prefix."""
     try:
         # JAX's error prints the leaves, which fails for donated leaves.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
@@ -84,7 +85,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
         pairs = groups.items() if isinstance(groups, dict) else ()
         if pairs and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs):
             return _by_name(who, groups, trees.names(params))
-        allowed = "a tree of integers or a prefix of one, patterns, or a function of path and leaf"
+        allowed = "a tree of integers or its prefix, patterns, or a function of a path and a leaf"
         raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
 
 
@@ -100,9 +101,7 @@ def _by_name(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     indices = _matched(who, patterns, names)
     missed = [name for name, i in zip(names, indices, strict=True) if i == len(numbers)]
     allowed = "a dictionary whose names match every leaf"
-    checks.require(
-        not missed, who, "groups", groups, allowed, f"It has no group for {few(missed)}."
-    )
+    checks.require(not missed, who, "groups", groups, allowed, f"No name matches {few(missed)}.")
     return [numbers[i] for i in indices]
 
 
@@ -111,18 +110,18 @@ def _matched(who: str, groups: Sequence[PyTree], names: list[str]) -> list[int]:
     for i, entry in enumerate(groups):
         for pattern in entry if isinstance(entry, (list, tuple)) else (entry,):
             hits = [x for x in names if isinstance(pattern, str) and matches(x, pattern)]
-            hint = f"It matches none; there are {few(names)}."
+            hint = f"The pattern matches no param. The params are {few(names)}."
             checks.require(bool(hits), who, "groups", pattern, "patterns that match params", hint)
             allowed = "patterns that match no leaf twice"
             for name in hits:
                 number, first = first_match.setdefault(name, (i, pattern))
-                hint = f"Both match {name!r}: leave it to one of them."
+                hint = f"Both patterns match {name!r}. Change one pattern."
                 checks.require(number == i, who, "groups", (first, pattern), allowed, hint)
     return [first_match.get(name, (len(groups),))[0] for name in names]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether an ``fnmatch`` pattern matches a path, or a module around it."""
+    """Return whether an ``fnmatch`` pattern matches a path, or a module on the path."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
 
 

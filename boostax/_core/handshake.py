@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A handshake between scaled gradients and the scaler that divides them again.
 
-If the loss was not multiplied, the scaler would divide its gradients by 65536: training would stop,
-and no metric would show why. So code that multiplies a loss by a scale marks the scale, and a
-scaler checks during tracing that *its* scale has a mark. A mark is attached to the identity of a
-tracer. The mark ends with the trace, and adds nothing to the program.
+If a loss was not multiplied, the scaler would still divide the gradients, by 65536: training would
+stop, and no metric would show why. So code that multiplies a loss by a scale marks the scale, and a
+scaler checks during tracing that the scaler's *own* scale has a mark. A mark belongs to the
+identity of a tracer, ends with the trace, and adds nothing to the program.
 
-Gradients from another ``jax.jit`` have no mark; ``assume_scaled`` adds it. Outside a trace nothing
-is checked, because gradients of a compiled function have no mark.
+Gradients from another ``jax.jit`` have no mark; ``assume_scaled`` adds a mark. Outside a trace
+nothing is checked, because gradients of a compiled function have no mark.
 """
 
 import contextlib
@@ -38,20 +38,20 @@ class Mark:
 
 
 _MARKS: dict[int, tuple[weakref.ref[object], Mark]] = {}
-# The scales of each loss that is being traced, outermost first.
+# A list of scales for each loss in the current trace, the outermost loss first.
 INSIDE: ContextVar[tuple[list[jax.Array], ...]] = ContextVar("inside", default=())
-# The factor of the innermost loss. The caches of jax.jit know this context: a trace for one loss is
-# not reused for another.
+# The factor of the innermost loss. The caches of jax.jit compare this context, so a trace for one
+# loss is not reused for another loss.
 FACTOR = jax.make_user_context(None)
 
 
 def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
     """Declare that gradients come from a loss multiplied by the loss scale of a state.
 
-    Inside ``jax.jit`` a scaler refuses gradients of a loss that was not scaled. It cannot see the
-    scaling if the gradients come from another ``jax.jit``, from a checkpointed function with the
-    state as an argument, or from a product written by hand. In these cases call this function on
-    the gradients.
+    Inside ``jax.jit``, a scaler refuses gradients of a loss that was not scaled. The scaler cannot
+    recognize scaled gradients from another ``jax.jit``, from a checkpointed function with the state
+    as an argument, or from a product written by hand. In these cases, call this function on the
+    gradients.
 
     Args:
       grads: scaled gradients.
@@ -85,38 +85,34 @@ def scaled(opt_state: PyTree, *, crossed: bool = False) -> list[jax.Array]:
     return scales
 
 
-def hand_on(old: object, new: object) -> None:
-    """Let a new array share the mark of an old one.
+def hand_on(old: PyTree, new: PyTree) -> None:
+    """Let a new scale, or each scale in a new state, share the mark of the old scale.
 
-    If the old array is outside all traces, it has no mark, and the new array is not checked.
+    An old scale outside all traces has no mark. Then the new scale is not checked.
     """
-    if isinstance(new, Tracer):
-        keep(new, marks(old)[0] if isinstance(old, Tracer) else Mark(loss=True, crossed=True))
-
-
-def hand_on_state(old: PyTree, new: PyTree) -> None:
-    """Let the scales in a new state share the marks of the scales in an old state."""
-    for scale, new_scale in zip(scales_in(old), scales_in(new), strict=True):
-        hand_on(scale, new_scale)
+    for scale, new_scale in zip(scales_in(old) or [old], scales_in(new) or [new], strict=True):
+        if isinstance(new_scale, Tracer):
+            mark = marks(scale)[0] if isinstance(scale, Tracer) else Mark(loss=True, crossed=True)
+            keep(new_scale, mark)
 
 
 def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:
     """Set the result of ``precision.current_scale`` for a loss that is being traced."""
-    # The caches keep the context, so it must not contain a tracer, nor be compared by its value.
+    # The caches store this context, so it must not contain a tracer or be compared by value.
     known = weakref.ref(scale)
     factor = (lambda: known()) if isinstance(scale, Tracer) else float(scale)
     return FACTOR(factor if any(INSIDE.get()[-1:]) else None)
 
 
 def scales_in(state: PyTree) -> list[jax.Array]:
-    """Return the array that identifies each scaler in a state."""
+    """Return for each scaler in a state the array that identifies the scaler."""
     return [node.scale_array() for node in trees.telling(state, protocols.Scaler)]
 
 
 def marks(scale: object) -> list[Mark]:
-    """Return the mark of an array, or a new one, then the marks of the traces around its trace.
+    """Return the mark of an array, or a new mark, then the marks of the traces around its trace.
 
-    A new mark is kept if the array is a tracer. If a new version of JAX hides the surrounding
+    A new mark is stored if the array is a tracer. If a new version of JAX hides the surrounding
     traces, more gradients are refused, and no gradient is wrongly accepted.
     """
     reference, mark = _MARKS.get(id(scale), (None, Mark()))
@@ -131,5 +127,6 @@ def marks(scale: object) -> list[Mark]:
 
 
 def keep(scale: object, mark: Mark) -> Mark:
+    """Store the mark of an array, until the array is deleted."""
     _MARKS[id(scale)] = weakref.ref(scale, lambda _, key=id(scale): _MARKS.pop(key, None)), mark
     return mark

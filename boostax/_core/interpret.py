@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only interpreter of jaxprs: a table of equations with programs inside, and four walks.
 
-Code that reads or replays a jaxpr is a rule for one of the walks. Only this module knows JAX's
-names of calls, loops and branches, and maps the operands of an equation to the inputs of its
-*bodies*, the programs inside.
+Code that reads or replays a jaxpr is a rule for one of the walks. Only this module uses JAX's
+names of calls, loops and branches, and maps the operands of an equation to the inputs of the
+equation's *bodies*, which are the programs inside.
 
 - ``equations`` lists all equations, also those in bodies, each with a context.
 - ``evaluate`` replays a program on arrays, or on any values in place of arrays.
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 
-# The errors that would go unnoticed if a program were misread.
-_MISSED = "What is computed inside would be missed."
-_MIXED = "Constants would be taken for what is carried."
+# The hints name the consequence of a misread program, which no other check would notice.
+_TESTED = "Install tested versions in a checkout: pip install -c constraints.txt ."
+_MISSED = f"The program inside would be missed. {_TESTED}"
+_MIXED = f"Constants would be confused with the carry. {_TESTED}"
 
 
 # All names that JAX has used for each kind of equation.
@@ -44,7 +45,7 @@ JIT = ("jit", "pjit")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = ("call", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
-# The body of each of these equations takes its operands and returns its results.
+# The operands and results of these equations are the inputs and results of the equation's body.
 THROUGH = (*JIT, *_CALLS, *CUSTOM, *_OTHERS)
 
 
@@ -55,21 +56,16 @@ def body_of(eqn: jaxprs.JaxprEqn) -> jaxprs.ClosedJaxpr:
     closed = [x if isinstance(x, kinds[0]) else jaxprs.ClosedJaxpr(x, ()) for x in programs]
     sizes = (len(eqn.invars), len(eqn.outvars))
     matching = [x for x in closed if (len(x.jaxpr.invars), len(x.jaxpr.outvars)) == sizes]
-    _require_form(eqn, "one program of its operands", bool(matching), _MISSED)
-    return matching[0]
-
-
-def _require_form(eqn: jaxprs.JaxprEqn, allowed: str, valid: bool, risk: str) -> None:
-    """Raise unless JAX's parameters of an equation were read in the expected form."""
     what = f"the parameters of {eqn.primitive.name} of JAX {jax.__version__}"
-    hint = f"{risk} In a checkout, pip install -c constraints.txt . takes versions tested together."
-    checks.require(valid, "boostax", what, sorted(eqn.params), allowed, hint, RuntimeError)
+    allowed = "one program of the operands"
+    checks.require(bool(matching), "boostax", what, [*eqn.params], allowed, _MISSED, RuntimeError)
+    return matching[0]
 
 
 def scan_operands(
     scan: jaxprs.JaxprEqn, operands: Sequence[Operand]
 ) -> tuple[list[Operand], list[Operand], list[Operand]]:
-    """Split a scan's operands into constants, initial carry and scanned inputs (``xs``)."""
+    """Split the operands of a scan into constants, initial carry and scanned inputs (``xs``)."""
     params = scan.params
     sizes: list[int] = []
     if "num_consts" in params and "num_carry" in params:
@@ -78,7 +74,9 @@ def scan_operands(
     elif hasattr(params.get("ft_in"), "unpack"):
         sizes = [len(part) for part in params["ft_in"].unpack()]
     is_valid = len(sizes) == 3 and min(sizes) >= 0 and sum(sizes) == len(operands)
-    _require_form(scan, "num_consts and num_carry, or ft_in", is_valid, _MIXED)
+    what = f"the parameters of scan of JAX {jax.__version__}"
+    allowed = "num_consts and num_carry, or ft_in"
+    checks.require(is_valid, "boostax", what, [*params], allowed, _MIXED, RuntimeError)
     remaining = iter(operands)
     consts, carry, xs = ([*itertools.islice(remaining, size)] for size in sizes)
     return consts, carry, xs
@@ -92,7 +90,7 @@ def equations(
     Args:
       program: a program, or some equations.
       context: the context that is yielded with each equation of ``program``.
-      enter: ``enter(eqn, context)`` returns the contexts of the bodies; ``None`` keeps ``context``.
+      enter: ``enter(eqn, context)`` returns the contexts of the bodies; by default ``context``.
     """
     kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
     for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
@@ -119,7 +117,7 @@ def evaluate(
       args: its inputs, arrays or values that represent arrays.
       rule: ``rule(eqn, operands)`` returns the results of an equation; ``replay`` is JAX's own.
       constant: ``constant(value, aval)`` returns the value that represents a constant.
-      inline: names in ``THROUGH`` whose bodies replace their equations.
+      inline: names in ``THROUGH`` of equations that are replaced by the equations' bodies.
     """
     jaxpr = program.jaxpr
     consts = [constant(x, var.aval) for x, var in zip(program.consts, jaxpr.constvars, strict=True)]
@@ -139,7 +137,7 @@ def evaluate(
 
 
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the results of an equation as JAX evaluates it, with its names and contexts."""
+    """Return the results of an equation by JAX's own evaluation, with its names and contexts."""
     name = jaxprs.gensym()
     # Literals become inputs, because the caller may pass other values in their place.
     args: list[jaxprs.Atom] = [name(atom.aval) for atom in eqn.invars]
@@ -148,7 +146,7 @@ def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Arra
 
 def excerpt(inputs: Atoms, outputs: Atoms, eqns: Eqns) -> jaxprs.ClosedJaxpr:
     """Make a program from some equations of a program."""
-    empty = _empty()
+    empty = _empty().jaxpr
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(outputs)}
     debug_info = empty.debug_info._replace(**names)
     effects = set().union(*(eqn.effects for eqn in eqns))
@@ -156,13 +154,9 @@ def excerpt(inputs: Atoms, outputs: Atoms, eqns: Eqns) -> jaxprs.ClosedJaxpr:
     return jaxprs.ClosedJaxpr(empty.replace(**parts, effects=effects, debug_info=debug_info), ())
 
 
-@functools.cache
-def _empty() -> Any:
-    """Make an empty program, a template for ``replace``.
-
-    The constructor's arguments differ between versions of JAX; ``replace`` works in all versions.
-    """
-    return jax.make_jaxpr(lambda: ())().jaxpr
+# An empty program, a template for ``replace``, which works in all versions of JAX. The arguments of
+# the constructor differ between versions.
+_empty: Callable[[], Any] = functools.cache(jax.make_jaxpr(lambda: ()))
 
 
 def flow(
@@ -181,17 +175,14 @@ def flow(
       program: a traced program.
       inputs: a fact for each of its inputs.
       transfer: ``transfer(eqn, facts)`` returns facts about the results of an equation without a
-        body, or with an unknown body, for which it must assume the worst. ``None`` joins the
-        operands' facts.
-      join: ``join(facts)`` returns the fact about a value that depends on a choice between several.
+        body, or with an unknown body, for which ``transfer`` must assume the worst. ``None`` joins
+        the operands' facts.
+      join: ``join(facts)`` returns the fact about a value that is chosen among several values.
       nothing: the fact about constants.
-      once: run each loop body once, without a fixed point, and ignore branch indices and loop
-        conditions. Otherwise a loop ends only if ascending chains of facts are finite.
+      once: evaluate each loop body once, without a fixed point, and ignore branch indices and loop
+        conditions. Otherwise, a loop ends only if ascending chains of facts are finite.
       constant: ``constant(value, aval)`` returns the fact about a constant; by default ``nothing``.
     """
-
-    def through(body: jaxprs.ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
-        return evaluate(body, facts, rule, constant or (lambda value, aval: nothing), THROUGH)
 
     def looped(body: Any, consts: list[Fact], carry: list[Fact], xs: list[Fact]) -> list[Fact]:
         while True:
@@ -220,6 +211,8 @@ def flow(
             return [join([*deciding, x]) for x in carry]
         return transfer(eqn, facts) if transfer else [join(facts)] * len(eqn.outvars)
 
+    constants = constant or (lambda value, aval: nothing)
+    through = functools.partial(evaluate, rule=rule, constant=constants, inline=THROUGH)
     return through(program, inputs)
 
 
@@ -233,7 +226,7 @@ def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
     """
     if type(value) in (tuple, list):
         return type(value)(rewrite(item, rule) for item in value)
-    # From jax 0.11 on, open and closed programs are one class, and this case keeps the consts.
+    # From jax 0.11 on, open and closed programs are one class, and this case preserves the consts.
     if isinstance(value, jaxprs.Jaxpr):
         eqns: list[jaxprs.JaxprEqn] = []
         for eqn in value.eqns:
@@ -252,8 +245,8 @@ def of_data(
     """Trace ``fn(fixed, *args, **kwargs)``; return the program, and how many arrays ``data`` has.
 
     The program's inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of
-    ``args`` and ``kwargs``. Leaves that are not arrays are passed unchanged. It raises if ``data``
-    has no array.
+    ``args`` and ``kwargs``. Leaves that are not arrays are passed unchanged. A ``data`` without an
+    array is refused.
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}

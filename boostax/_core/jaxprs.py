@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's classes of jaxprs.
 
-The classes are loaded on first use, because ``jax.extend`` imports Pallas, a third of the time of
-``import boostax``. Write ``jaxprs.Literal``, and ``from __future__ import annotations`` where a
-signature names a class.
+The classes are loaded on first use, because ``jax.extend`` imports Pallas, which would need a third
+of the time of ``import boostax``. Write ``jaxprs.Literal``, and ``from __future__ import
+annotations`` where a signature names a class.
 
 JAX may change how it writes types and traced programs. Code that looks for an old name would then
 find nothing, and a check that finds nothing accepts everything. ``tests/test_proof.py`` reads small
 programs whose answer is known, on the oldest, the pinned and the newest JAX.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from boostax._core.late import late
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, gensym, jaxpr_as_fun
@@ -19,10 +21,4 @@ if TYPE_CHECKING:
     Atom = Var | Literal
 
 __all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var", "gensym", "jaxpr_as_fun"]
-
-
-def __getattr__(name: str) -> Any:
-    from jax.extend import core
-
-    globals()[name] = value = getattr(core, name)
-    return value
+late(__name__, dict.fromkeys([*__all__, "no_effects"], "jax.extend.core"))

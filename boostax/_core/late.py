@@ -16,8 +16,8 @@ def late(package: str, names: Mapping[str, str] | None = None, extra: Collection
     Args:
       package: the package's name.
       names: the module of each name; ``""`` for a subpackage.
-      extra: subpackages that need an optional dependency; they are loaded on demand, but not
-        listed.
+      extra: subpackages that need an optional dependency. These subpackages are loaded on demand,
+        but are not listed.
     """
     names = names or {}
 
@@ -33,10 +33,8 @@ def late(package: str, names: Mapping[str, str] | None = None, extra: Collection
         # Python itself looks up names in modules that begin with underscores.
         if not name.startswith("__"):
             hint = checks.replacement(f"{package}.{name}") or checks.replacement(f"boostax.{name}")
-            text = f"{text}. {hint or checks.nearest(name, listed())}"
+            text = f"{text}. {hint or checks.nearest(name, dir(sys.modules[package]))}"
         raise AttributeError(text)
 
-    def listed() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *names})
-
-    vars(sys.modules[package]).update(__getattr__=load, __dir__=listed)
+    module = sys.modules[package]
+    vars(module).update(__getattr__=load, __dir__=lambda: sorted({*vars(module), *names}))

@@ -2,7 +2,8 @@
 """Explain wrong arguments of a call: another chain's state, swapped, donated, not trainable.
 
 A state is compared with the result of ``init`` only after a call has failed. So the check costs
-nothing, and a state that works in another structure passes, such as ``None`` for an empty state.
+nothing, and a state that works in another structure is accepted, such as ``None`` for an empty
+state.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from boostax._core.types import PyTree
 # NamedTuples in states that are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 _OURS = re.compile(r"[\w.()]+: .+ must ", re.DOTALL)
-_MOVES = "boostax.migrate_state(opt_state, tx, params) carries a state over to another chain."
+_MOVES = "boostax.migrate_state(opt_state, tx, params) converts the state of another chain."
 
 
 @contextlib.contextmanager
@@ -50,15 +51,15 @@ def require_order(who: str, call: str, **arguments: PyTree) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(arguments)
     untraced = [(path, x) for path, x in leaves if not isinstance(x, Tracer)]
     gone = [trees.path_name(path) for path, x in untraced if getattr(x, "is_deleted", bool)()]
-    hint = "A call that donates takes its arrays: go on with what it returned, or copy before."
+    hint = "A donating call deletes its arrays. Use the call's results, or copy the arrays before."
     checks.require(not gone, who, "arguments", f"{gone[:4]} donated", "not yet donated", hint)
     allowed = "without an optimizer state"
     hint = f"The call is {call}."
     for what, tree in arguments.items():
         names = (f"{type(x).__module__}.{type(x).__name__}" for x in trees.nodes(tree))
         state = next((x for x in names if re.match(r"(optax|boostax)\..*State$", x)), "")
-        is_valid = "state" in what or not state
-        checks.require_type(is_valid, who, what, f"one with {state}", allowed, hint)
+        got = f"one with {state}"
+        checks.require_type("state" in what or not state, who, what, got, allowed, hint)
 
 
 def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *grads: Any) -> None:
@@ -85,9 +86,9 @@ def require_as_made(who: str, what: str, state: PyTree, expected: PyTree) -> PyT
     checks.require(mine == theirs, who, what, got, f"that of {theirs}", hint, error)
     odd = sorted({*trees.names(state)} ^ {*trees.names(expected)})
     allowed = "of the leaves that tx.init(params) makes"
-    hint = f"Params and state come from the same init. {_MOVES}"
+    hint = f"Make params and state by the same init. {_MOVES}"
     checks.require(not odd, who, what, f"others at {odd[:4]}", allowed, hint)
     state = jax.tree.unflatten(jax.tree.structure(expected), jax.tree.leaves(state))
-    hint = "tx.init(params) makes one; boostax.reshard_state(state, n) takes it to n replicas."
+    hint = "Make a state by tx.init(params), or convert it by boostax.reshard_state(state, n)."
     trees.require_shapes(who, what, state, expected, hint)
     return state

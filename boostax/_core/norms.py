@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over gradients: largest magnitudes, sums of squares, counts, finiteness.
 
-Each reduction reads its operand once and writes no array of that size. The compilers for CPU and
-TPU need different forms of a reduction for this.
+Each reduction reads its operand once and writes no array of the operand's size. For this, the
+compilers for CPU and TPU need different forms of a reduction.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,112 +17,105 @@ from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
 
 
+# JAX traces a module's function once for all leaves, as the next two.
+def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Add two sums at once, as ``jax.lax.reduce`` requires."""
+    return lax.add(a[0], b[0]), lax.add(a[1], b[1])
+
+
+def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
+
+
 def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     """Return ``max |x|`` of each inexact leaf, NaN and infinities included; 0 for empty leaves.
 
-    A reduction of the leaf itself fuses with the operation that made it. With an elementwise
+    A reduction of the leaf itself fuses with the operation that made the leaf. For an elementwise
     ``isfinite``, or a test of the unscaled gradient, XLA:CPU writes a temporary as large as a leaf.
     A float maximum may lose NaN: on XLA:CPU an all-reduce of maxima of a sharded leaf does, and
-    other backends leave the result undefined. Leaves are widened because XLA:CPU takes twice as
+    on other backends the result is undefined. Leaves are widened because XLA:CPU needs twice as
     long for f16 on a processor without f16 vectors.
     """
-    inexact = [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]
-    wide = [trees.at_least_float32(magnitude(x)) for x in inexact]
-    return lax.platform_dependent(wide, cpu=_by_extremes, default=_by_bits) if wide else []
+    wide: list[jax.Array] = []
+    for x in [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]:
+        is_real = not jnp.iscomplexobj(x)
+        # The modulus of a finite complex number can overflow. Its two parts cannot.
+        size = lax.abs(x) if is_real else jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
+        wide.append(trees.at_least_float32(size))
+    in_pairs = functools.partial(_maxima, in_pairs=True)
+    return lax.platform_dependent(wide, cpu=in_pairs, default=_maxima) if wide else []
 
 
-def _by_bits(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return maxima of magnitudes as unsigned integers, in the order of floats, NaN last."""
-    bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
-    most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
-    return [lax.bitcast_convert_type(x, leaf.dtype) for x, leaf in zip(most, leaves, strict=True)]
+def _maxima(leaves: list[jax.Array], in_pairs: bool = False) -> list[jax.Array]:
+    """Return the largest magnitude of each leaf, also NaN.
 
-
-def _by_extremes(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return maxima of magnitudes, from a joint reduction for maximum and minimum.
-
-    XLA does not turn a reduction with two results into an all-reduce: it gathers and compares the
-    results of all shards. XLA:CPU uses this form because it would write the bits to memory; a TPU
-    uses the bits because it would read a gradient twice for a pair.
+    By default, magnitudes are compared as unsigned integers, in the order of floats with NaN last.
+    XLA:CPU would write these bits to memory. With ``in_pairs``, a joint reduction computes maximum
+    and minimum. XLA does not turn this reduction into an all-reduce, but gathers and compares the
+    results of all shards. A TPU would read a gradient twice for such a pair.
     """
+    if not in_pairs:
+        bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
+        most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
+        return [lax.bitcast_convert_type(x, y.dtype) for x, y in zip(most, leaves, strict=True)]
     # A generator, so that the operations of each leaf stay together.
     pairs = (lax.reduce((x, x), (x.dtype.type(0),) * 2, _extremes, range(x.ndim)) for x in leaves)
     return [lax.select(lax.ne(least, least), least, most) for most, least in pairs]
 
 
-# JAX traces a module's function once for all leaves.
-def _extremes(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
-
-
 def square_sums(leaves: Sequence[jax.Array], dtype: str | np.dtype = "float32") -> list[jax.Array]:
     """Return for each gradient the sum of its squares in two units; ``root`` makes them a norm.
 
-    In f32 the square of a number below 1e-19 is zero, and the square of a number above 1e19 is
-    infinite. The first sum is in a unit that no finite number overflows (up to 2**31 elements of
-    the largest), so it is finite whenever all elements are finite. The second is in a unit for
-    usual gradients. Both units are powers of two, so scaling does not round. To sum over leaves or
-    replicas, add both sums.
+    In f32, the square of a number below 1e-19 is zero, and the square of a number above 1e19 is
+    infinite. The first sum is in a unit in which no sum of finite numbers overflows (up to 2**31
+    times the largest), so this sum is finite whenever all elements are finite. The second sum is in
+    a unit for usual gradients. Both units are powers of two, so scaling does not round. To sum over
+    leaves or replicas, add both sums.
 
     Returns:
-      Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; zeros if there are no leaves. NaN and
-      infinities show in both sums. Cost: one read of each leaf.
+      Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; zeros if there are no leaves. Both
+      sums show NaN and infinities. Cost: one read of each leaf.
     """
     wides = trees.at_least_float32(list(leaves))
     parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in wides]
     wide = jnp.result_type(dtype, *(x for pair in parts for x in pair))
     if not parts:
         return [jnp.zeros(2, wide)]
-    return lax.platform_dependent(
-        [[x.astype(wide) for x in pair] for pair in parts],
-        cpu=lambda leaves: [_by_pair(*_squares(leaf)) for leaf in leaves],
-        # A TPU fuses two reductions with their producer.
-        default=lambda leaves: [jnp.stack([x.sum() for x in _squares(leaf)]) for leaf in leaves],
-    )
+    cast = [[x.astype(wide) for x in pair] for pair in parts]
+    return lax.platform_dependent(cast, cpu=lambda x: _sums(x, in_pairs=True), default=_sums)
 
 
-def _by_pair(large: jax.Array, usual: jax.Array) -> jax.Array:
-    """Return the two sums of a leaf by one reduction, whose operand XLA:CPU does not write out.
+def _sums(leaves: list[list[jax.Array]], in_pairs: bool = False) -> list[jax.Array]:
+    """Return the two sums of squares of leaves, each given by its real and imaginary part.
 
-    The reduction adds term by term, so a plain sum, which rounds less, reduces the longest
-    dimension.
+    A TPU fuses two reductions with the operation that made the operand. With ``in_pairs``, one
+    reduction computes both sums, and XLA:CPU does not write out the operand. This reduction adds
+    term by term, so a plain sum, which rounds less, reduces the longest dimension.
     """
-    zero = np.zeros((), large.dtype)
-    inner = tuple(i for i in range(large.ndim) if i != np.argmax(large.shape))
-    sums = lax.reduce((large, usual), (zero, zero), add_both, inner)
-    return jnp.stack([x.sum() for x in sums])
-
-
-# JAX traces a module's function once for all leaves.
-def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Add two sums at once, as ``jax.lax.reduce`` requires."""
-    return lax.add(a[0], b[0]), lax.add(a[1], b[1])
-
-
-def _squares(parts: list[jax.Array]) -> list[Any]:
-    """Return the squares of a leaf's elements in both units, from its real and imaginary part."""
-    # Without the maximum XLA would multiply the units first, and their square is zero.
-    units = _units(parts[0].dtype)
-    return [sum(jnp.square(jnp.maximum(jnp.abs(x) * unit, 0)) for x in parts) for unit in units]
+    sums: list[jax.Array] = []
+    for parts in leaves:
+        # Without the maximum XLA would multiply the units first, and the square of a unit is zero.
+        units = _units(parts[0].dtype)
+        pair = tuple(sum(jnp.square(jnp.maximum(jnp.abs(x) * y, 0)) for x in parts) for y in units)
+        if in_pairs:
+            zero = np.zeros((), parts[0].dtype)
+            inner = tuple(i for i in range(parts[0].ndim) if i != np.argmax(parts[0].shape))
+            pair = lax.reduce(pair, (zero, zero), add_both, inner)
+        sums.append(jnp.stack([jnp.sum(x) for x in pair]))
+    return sums
 
 
 def _units(dtype: np.dtype) -> tuple[float, float]:
-    """Return the factors of numbers in ``square_sums``: 2**-80 and 2**30 for f32."""
+    """Return the factors of elements in ``square_sums``: 2**-80 and 2**30 for f32."""
     octaves = int(jnp.finfo(dtype).maxexp)
     return 2.0 ** (-5 * octaves // 8), 2.0 ** (15 * octaves // 64)
 
 
 def root(sums: jax.Array) -> jax.Array:
-    """Return the norm from its ``square_sums``; in f32 it is accurate from 1e-28 upwards."""
+    """Return the norm from its ``square_sums``; in f32, a norm above 1e-28 is accurate."""
     large, usual = _units(sums.dtype)
     first, second = jnp.sqrt(sums)
     return jnp.where(jnp.isfinite(sums[1]), second / usual, first / large)
-
-
-def magnitude(x: jax.Array) -> jax.Array:
-    """Return the magnitude of each element, or of the larger part of a complex element."""
-    # The modulus of a finite number can overflow; its parts cannot.
-    return jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else lax.abs(x)
 
 
 def all_true(flags: list[jax.Array]) -> jax.Array:
@@ -137,7 +130,7 @@ def all_finite(tree: PyTree, *, axis_name: axes.AxisName | None = None) -> jax.A
     Args:
       tree: arrays of any dtype. Integers, ``None`` and empty leaves count as finite.
       axis_name: mesh axis, or a tuple of axes, over which the replicas combine their results.
-        ``None``: each replica has a result for itself, in a step too.
+        ``None``: each replica has its own result, also inside a step.
 
     Returns:
       Bool scalar, equal on all replicas when ``axis_name`` is given. Cost: one read of the tree,
@@ -158,10 +151,10 @@ def all_finite(tree: PyTree, *, axis_name: axes.AxisName | None = None) -> jax.A
 
 def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     """Return whether every element that is finite in ``old`` is also finite in ``new``."""
-
-    def checked(before: jax.Array, after: jax.Array) -> jax.Array:
-        if not trees.is_inexact(jnp.result_type(after)):
-            return jnp.zeros(())
-        return jnp.where(jnp.isfinite(before), after, jnp.zeros_like(after))
-
-    return all_finite(jax.tree.map(checked, old, new))
+    leaves: list[jax.Array] = []
+    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        if trees.is_inexact(jnp.result_type(after)):
+            leaves.append(jnp.where(jnp.isfinite(before), after, jnp.zeros_like(after)))
+        else:
+            leaves.append(jnp.zeros(()))
+    return all_finite(leaves)

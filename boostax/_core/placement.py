@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The placement of arrays on a mesh, and calls of per-replica code on global arrays.
 
-The file has four parts: ``Placement``, whose ``each`` calls per-replica code; the sharding of
-params and optimizer state; gathers of params; and calls that run outside of the ``vmap``.
+The file has four parts: ``Placement``, whose ``map_replicas`` calls per-replica code; the sharding
+of params and optimizer state; gathers of params; and calls that run outside of the ``vmap``.
 
-In plain ``jit`` the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
+In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
 ...]``, sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
 dimension by ``jax.vmap``: a value that differs per replica is batched, and any other value is an
 ordinary global array in any sharding. A sum over the replicas becomes a sum over the first
@@ -12,18 +12,19 @@ dimension, which XLA compiles to an all-reduce or a reduce-scatter. A predicate 
 replicas agreed is not batched, so a branch stays a branch. A reduction that sends more than sums
 runs outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
 
-Example of such a call, on replica axes ``("host", "chip")`` of sizes 2 and 4, of a gradient with
-shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip" inside a map over "host".
-``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps ``by_name``, the code of one
+An example of such a call has replica axes ``("host", "chip")`` of sizes 2 and 4, and a gradient
+with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip" inside a map over
+"host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps ``by_name``, the code of one
 replica, in a ``custom_vmap``, whose rule replaces the mapped code:
 
-1. The map over "chip" calls its rule with ``Local.grads`` of shape ``[4, 5]``. The rule gives state
-   that is equal on all chips a first dimension too, and makes ``by_name`` a function of 4 replicas
-   by a ``vmap`` over "chip". It wraps this function for the next axis, "host", and calls it.
+1. The map over "chip" calls its rule with ``Local.grads`` of shape ``[4, 5]``. The rule also adds a
+   first dimension to state that is equal on all chips, and makes ``by_name`` a function of 4
+   replicas by a ``vmap`` over "chip". The rule wraps this function for the next axis, "host", and
+   calls the wrapped function.
 2. The map over "host" calls its rule with gradients of shape ``[2, 4, 5]``. No axis is left, so the
    rule calls ``stacked``, which gets all replicas' arrays in one global call.
 3. ``stacked`` returns a tuple: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
-   without dimensions of replicas. Each rule tells JAX that only the state is mapped.
+   without dimensions of replicas. Each rule reports to JAX that only the state is mapped.
 
 Inside ``Placement.map_replicas`` the placement is a context variable, ``HERE``: ``jax.vmap``
 passes only arrays, and the mapped code calls transformations of other libraries.
@@ -109,17 +110,17 @@ class Placement:
         results: list[Structure] = []
 
         def require_equal(differs: list[bool], leaves: list[jax.Array]) -> None:
-            pairs = zip(leaves, differs, strict=True)
-            shapes = sorted({x.shape for x, is_local in pairs if is_local})
+            shapes = sorted(
+                {x.shape for x, is_local in zip(leaves, differs, strict=True) if is_local}
+            )
             hint = (
                 "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first "
-                "in the innermost chain, and give every scaler and window around it the axis_name "
-                "(optax.MultiSteps and optax.apply_if_finite have none: boostax.accumulate and "
-                "boostax.skip_bad_steps take their places)."
+                "in the innermost chain, and pass axis_name to every scaler and window around the "
+                "reduction. In place of optax.MultiSteps and optax.apply_if_finite, which have no "
+                "axis_name, use boostax.accumulate and boostax.skip_bad_steps."
             )
             allowed = "the same on all replicas"
-            what = "params and updates"
-            checks.require(not shapes, "on_mesh", what, got=shapes, allowed=allowed, hint=hint)
+            checks.require(not shapes, "on_mesh", "params and updates", shapes, allowed, hint)
 
         def mapped(stacked: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
             with axes.during(HERE, self), axes.binding(self.names):
@@ -131,17 +132,14 @@ class Placement:
 
         for name, size in [(x, self.mesh.shape[x]) for x in reversed(self.names)]:
             mapped = jax.vmap(mapped, (0, None), (0, None), axis_name=name, axis_size=size)
-        local, common = mapped(self.by_axis(stacked), shared)
-        return joined(self.by_replica(local), common, results[-1])
+        local, common = mapped(self.reshaped(stacked, by_axis=True), shared)
+        return joined(self.reshaped(local, by_axis=False), common, results[-1])
 
-    def by_axis(self, tree: PyTree) -> PyTree:
-        """Split the dimension of replicas into one dimension per replica axis."""
-        sizes = [self.mesh.shape[name] for name in self.names]
-        return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), tree)
-
-    def by_replica(self, tree: PyTree) -> PyTree:
-        """Merge the dimensions of the replica axes into one dimension."""
-        return jax.tree.map(lambda x: x.reshape(self.replicas, *x.shape[len(self.names) :]), tree)
+    def reshaped(self, tree: PyTree, by_axis: bool) -> PyTree:
+        """Reshape stacked arrays, to one dimension per replica axis or one for all replicas."""
+        sizes = [self.mesh.shape[name] for name in self.names] if by_axis else [self.replicas]
+        first = 1 if by_axis else len(self.names)
+        return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[first:]), tree)
 
     def spec(self, path: Path) -> P | None:
         """Return the spec of the param at a path; ``None`` if there is no such param."""
@@ -153,9 +151,8 @@ class Placement:
             return P()
         spec = self.spec(path)
         allowed = f"at the params' paths where a mesh has axes besides {', '.join(self.names)}"
-        hint = "Put the reduction outside whatever renames or flattens them."
-        got = trees.path_name(path)
-        checks.require(spec is not None, who, "gradients", got=got, allowed=allowed, hint=hint)
+        hint = "Put the reduction outside of the wrapper that renames or flattens the gradients."
+        checks.require(spec is not None, who, "gradients", trees.path_name(path), allowed, hint)
         return without(spec or P(), self.names)
 
     def pinned(self, fn: Call, specs: PyTree) -> Call:
@@ -198,24 +195,23 @@ def owned(path: Path, shape: tuple[int, ...]) -> int | None:
 
 
 def settled(params: PyTree) -> PyTree:
-    """Give new params the placement of the old params, in the branch that computes them.
+    """Place new params like the old params, in the branch that computes the new params.
 
-    So new params that are sharded like an optimizer's state are gathered only in steps that change
-    them.
+    New params that are sharded like an optimizer's state are then gathered only in steps that
+    change the params.
     """
     placement = placed_here()
     if placement is None:
         return params
     if placement.shared_out and axes.sent_apart():
         params = _gathered(placement, params)
-
-    def constrain(path: Path, x: jax.Array) -> jax.Array:
-        if (spec := placement.spec(path)) is None:
-            return x
-        spec = without(spec, placement.names) if placement.owns_params else spec
-        return lax.with_sharding_constraint(x, NamedSharding(placement.auto_mesh, spec))
-
-    return jax.tree.map_with_path(constrain, params)
+    named, treedef = jax.tree.flatten_with_path(params)
+    leaves = [x for _, x in named]
+    for i, (path, x) in enumerate(named):
+        if (spec := placement.spec(path)) is not None:
+            spec = without(spec, placement.names) if placement.owns_params else spec
+            leaves[i] = lax.with_sharding_constraint(x, NamedSharding(placement.auto_mesh, spec))
+    return treedef.unflatten(leaves)
 
 
 def _gathered(placement: Placement, params: PyTree) -> PyTree:
@@ -256,29 +252,29 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
 def gathered(mesh: Mesh, names: tuple[str, ...], tree: PyTree, rows: P = P()) -> PyTree:
     """Gather params over the replica axes; split a batch's ``rows`` over the replicas.
 
-    On an Auto mesh XLA does this itself; an Explicit mesh needs a ``reshard``.
+    On an Auto mesh, XLA gathers and splits arrays itself; an Explicit mesh needs a ``reshard``.
     """
-
-    def gather(x: jax.Array) -> jax.Array:
+    if is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    for i, x in enumerate(leaves):
         others = without(jax.typeof(x).sharding.spec, names)[len(rows) :]
-        return jax.sharding.reshard(x, NamedSharding(mesh, P(*rows, *others)))
-
-    is_auto = is_per_replica(tree) or AxisType.Explicit not in mesh.axis_types
-    return tree if is_auto else jax.tree.map(gather, tree)
+        leaves[i] = jax.sharding.reshard(x, NamedSharding(mesh, P(*rows, *others)))
+    return structure.unflatten(leaves)
 
 
 def seen(values: PyTree, check: Callable[[PyTree], None]) -> PyTree:
     """Return values unchanged; each surrounding ``jax.vmap`` that maps a value calls ``check``.
 
-    The argument of ``check`` is a tree of bools that are True for the values that differ. Inside
-    the branch of a gate, ``check`` is called when the branch's trace is mapped.
+    The argument of ``check`` is a tree of bools, which are True for values that differ. Inside the
+    branch of a gate, ``check`` is called when the branch's trace is mapped.
     """
     unchanged = custom_vmap(lambda values: values)
 
     @unchanged.def_vmap
     def rule(size: int, differs: Sequence[PyTree], values: PyTree) -> tuple[PyTree, PyTree]:
         check(differs[0])
-        # A value that this vmap does not map may be mapped by an outer vmap.
+        # An outer vmap may map a value that this vmap does not map.
         return unchanged(values), differs[0]
 
     return unchanged(values)
@@ -299,8 +295,8 @@ class Local(NamedTuple):
     indices: PyTree
 
 
-# A reduction, from ``Local`` and what replicas share to a tuple: means, which are equal on all
-# replicas; the new ``Local.state``, which differs per replica; new values of what replicas share.
+# A reduction of a ``Local`` and of shared values. The results are means, which are equal on all
+# replicas, the new ``Local.state``, which differs per replica, and the new shared values.
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
@@ -311,7 +307,7 @@ def outside_vmap(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> 
 
     Args:
       names: the axes of the surrounding ``jax.vmap``, innermost first.
-      by_name: code of one replica with named axes. It gives the types of the results.
+      by_name: code of one replica with named axes, which decides the types of the results.
       stacked: code of all replicas; arguments that differ have a first dimension for each axis.
       who: the reduction, for errors.
     """
@@ -321,9 +317,8 @@ def outside_vmap(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> 
     @call.def_vmap
     def rule(size: int, differs: PyTree, local: Local, shared: PyTree) -> tuple[PyTree, PyTree]:
         equal = [path for path, is_local in trees.named(differs[0].grads) if not is_local]
-        hint = f"These leaves are equal over the axis {name!r}: leave out what reduces them before."
-        allowed = "local to each replica"
-        checks.require(not equal, who, "gradients", got=equal[:6], allowed=allowed, hint=hint)
+        hint = f"These leaves are equal over the axis {name!r}. Remove the reduction before {who}."
+        checks.require(not equal, who, "gradients", equal[:6], "local to each replica", hint)
         assert not any(jax.tree.leaves(differs[1])), "what replicas share differs"
         state = jax.tree.map(
             lambda x, is_local: x if is_local else jnp.broadcast_to(x[None], (size, *x.shape)),
@@ -341,21 +336,23 @@ def outside_vmap(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> 
 
 def on_shared(placement: Placement, shared: PyTree, fn: Call, inside: Call, who: str) -> PyTree:
     """Return ``fn(*shared)``, called outside of the ``vmap``; ``inside(*shared)`` has its types."""
-
-    def reduction(call: Call) -> Run:
-        return lambda local, shared: ((), (), call(*shared))
-
-    call = outside_vmap(placement.names[::-1], reduction(inside), reduction(fn), who)
+    call = outside_vmap(
+        placement.names[::-1],
+        lambda local, shared: ((), (), inside(*shared)),
+        lambda local, shared: ((), (), fn(*shared)),
+        who,
+    )
     return call(Local((), (), [lax.axis_index(name) for name in placement.names]), shared)[2]
 
 
 def split(tree: PyTree) -> tuple[list[PyTree], list[PyTree], Structure]:
-    """Split a tree into the contents of each ``PerReplica``, other leaves, and a structure."""
+    """Split a tree into the content of each ``PerReplica``, the other leaves, and a structure."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
     local = [x.local if is_per_replica(x) else None for x in leaves]
     return local, [None if is_per_replica(x) else x for x in leaves], structure
 
 
 def joined(local: list[PyTree], shared: list[PyTree], structure: Structure) -> PyTree:
+    """Join the results of ``split``."""
     pairs = zip(local, shared, strict=True)
     return structure.unflatten([PerReplica(a) if b is None else b for a, b in pairs])

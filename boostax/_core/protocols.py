@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The questions that boostax asks the states of optimizers, each a ``typing.Protocol``.
 
-A state answers a question by methods of these names, and needs no base class. It can be inside any
-Optax wrapper. ``trees.telling`` finds the states in a tree that answer a question. A class of
-states with a method that nearly has such a name is refused, because boostax would never call it.
+A state answers a question by methods of these names, and needs no base class. A state can be inside
+any Optax wrapper. ``trees.telling`` finds the states in a tree that answer a question. A class of
+states with a method of a nearly equal name is refused, because boostax would never call the method.
 """
 
 import difflib
@@ -31,10 +31,10 @@ class HasMetrics(Protocol):
 class Gate(Protocol):
     """What happened to the gradients of the last call?
 
-    ``inner_ran()`` returns a bool scalar: whether the inner transformation ran; for a window,
-    whether the window closed and its result was applied. ``gradient_used()`` returns a bool scalar:
-    whether the gradient was used by the inner transformation or added to a window. Outer gates, the
-    step and ``has_updated`` ask. Example: ``GateState``.
+    ``inner_ran()`` returns a bool scalar: whether the inner transformation ran. For a window, this
+    means that the window closed and the result was applied. ``gradient_used()`` returns a bool
+    scalar: whether the gradient was used by the inner transformation or added to a window. Outer
+    gates, the step and ``has_updated`` ask. Example: ``GateState``.
     """
 
     def inner_ran(self) -> jax.Array: ...
@@ -85,7 +85,7 @@ class OwnsParams(Protocol):
 
 
 class NeedsAllParams(Protocol):
-    """Must every call of ``update`` get all params, frozen ones too?
+    """Must every call of ``update`` get all params, frozen params too?
 
     ``needs_all_params()`` returns a Python bool. ``scheduled_freeze`` asks, and refuses such a
     state inside. Examples: ``AverageParamsState``, ``TrajectoryState``.
@@ -95,9 +95,9 @@ class NeedsAllParams(Protocol):
 
 
 class SumsGradients(Protocol):
-    """Does a reduction sum the gradients of the replicas, instead of averaging them?
+    """Does a reduction sum the gradients of the replicas, instead of averaging the gradients?
 
-    ``sums_gradients()`` returns a Python bool. ``accumulate`` asks, because its window is then a
+    ``sums_gradients()`` returns a Python bool. ``accumulate`` asks, because the window is then a
     part of a sum. Example: ``SumState`` of ``all_reduce(op="sum")``.
     """
 
@@ -105,7 +105,7 @@ class SumsGradients(Protocol):
 
 
 class HasSummedParts(Protocol):
-    """Which parts must keep their sum over the replicas, where others keep their mean?
+    """Of which parts must the sum over the replicas, not the mean, stay unchanged?
 
     ``summed_parts()`` returns a list of the state's own ``PerReplica``. ``reshard_state`` and the
     checkpointer ask. Example: ``AccumulateState``.
@@ -115,11 +115,12 @@ class HasSummedParts(Protocol):
 
 
 class HasDistributedItems(Protocol):
-    """In which parts does each replica have some of a number of items?
+    """Which parts distribute a number of items over the replicas?
 
-    ``distributed_items()`` returns pairs of a ``PerReplica`` of the state and its number of items,
-    an int. Its arrays are ``[replicas, slots, ...]``, and item ``i`` is in slot ``i % slots`` of
-    replica ``i // slots``. ``reshard_state`` and the checkpointer ask. Example: ``ByShapeState``.
+    ``distributed_items()`` returns pairs of a ``PerReplica`` of the state and a number of items, an
+    int. The part's arrays are ``[replicas, slots, ...]``, and item ``i`` is in slot ``i % slots``
+    of replica ``i // slots``. ``reshard_state`` and the checkpointer ask.
+    Example: ``ByShapeState``.
     """
 
     def distributed_items(self) -> list[tuple["PerReplica", int]]: ...
@@ -153,7 +154,7 @@ _OF_STEPS = (HasMetrics, Gate, Window, Scaler, SumsGradients, ChoosesVariant, Ow
 _OF_ARRAYS = (KeepsMasters, NeedsAllParams, HasSummedParts, HasDistributedItems, HasServerParts)
 METHODS = {kind: _methods(kind) for kind in (*_OF_STEPS, *_OF_ARRAYS)}
 _NAMES = frozenset[str]().union(*METHODS.values())
-# The names before 0.4, which would now be ignored without a word.
+# The names before 0.4, which boostax would now ignore without an error.
 _BEFORE = """passed=inner_ran taken=gradient_used held=is_open known_by=scale_array
 whole=master_params own_params=owns_params whole_params=needs_all_params sums=sums_gradients
 shares=summed_parts dealt=distributed_items servers=server_parts coming=next_variant"""
@@ -161,21 +162,17 @@ RENAMED = {x.partition("=")[0]: x.partition("=")[2] for x in _BEFORE.split()}
 
 
 def yes(state: object) -> bool:
-    """Answer yes: the method of a state of which a question with a bool is always true."""
+    """Answer yes: the method of a state whose answer to a question is always True."""
     return True
 
 
 @functools.cache
 def answers(kind: type, question: type) -> bool:
     """Return whether a class of nodes answers a question; refuse methods that are nearly right."""
+    is_answer = METHODS[question] <= _methods(kind)
     # A class whose instances can be called is a module of the model, with methods of its own.
-    if {"_fields", "__dataclass_fields__"} & {*dir(kind)} and "__call__" not in dir(kind):
-        _require_exact(kind)
-    return METHODS[question] <= _methods(kind)
-
-
-@functools.cache
-def _require_exact(kind: type) -> None:
+    if not {"_fields", "__dataclass_fields__"} & {*dir(kind)} or "__call__" in dir(kind):
+        return is_answer
     fields = {*getattr(kind, "_fields", ()), *getattr(kind, "__dataclass_fields__", ())}
     methods = _methods(kind) - fields
     # Training states of other libraries have a field ``metrics``.
@@ -188,3 +185,4 @@ def _require_exact(kind: type) -> None:
     for got, right in sorted(wrong.items()):
         hint = f"Write {right}, which boostax calls, or another name for another purpose."
         raise TypeError(checks.message(kind.__name__, "methods", "named exactly", got, hint))
+    return is_answer

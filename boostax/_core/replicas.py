@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State that differs per replica: the marker ``PerReplica``, partition specs, and resharding.
 
-Outside a mapped function the arrays in a ``PerReplica`` have a leading dimension of size
-``replicas``, sharded over the replica axis. Inside, each replica has its own slice without that
-dimension.
+Outside a mapped function, the arrays in a ``PerReplica`` have a leading dimension of size
+``replicas``, sharded over the replica axis. Inside a mapped function, each replica has its own
+arrays without that dimension.
 """
 
 import math
@@ -44,7 +44,7 @@ class PerReplica(NamedTuple):
       (3,)
     """
 
-    local: PyTree  # arrays [replicas, ...]; inside of a mapped function without that dimension
+    local: PyTree  # arrays [replicas, ...]; without the first dimension in a mapped function
 
 
 _MARKED = PerReplica, ByBlock
@@ -52,37 +52,18 @@ _MARKED = PerReplica, ByBlock
 is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
 
-def summed_parts(opt_state: PyTree) -> list[PerReplica]:
-    """Return the per-replica parts whose sum over the replicas counts; other parts are averaged.
-
-    See ``protocols.HasSummedParts``.
-    """
-    states = trees.telling(opt_state, protocols.HasSummedParts)
-    return [part for state in states for part in state.summed_parts()]
-
-
 def distributed_items(opt_state: PyTree) -> dict[int, int]:
-    """Return the number of items in each part that distributes items, by the part's ``id``.
-
-    See ``protocols.HasDistributedItems``.
-    """
+    """Return the numbers of items by the part's ``id``; see ``protocols.HasDistributedItems``."""
     states = trees.telling(opt_state, protocols.HasDistributedItems)
     return {id(part): items for state in states for part, items in state.distributed_items()}
-
-
-def _distribute(x: jax.Array, replicas: int, items: int) -> jax.Array:
-    """Distribute items over another number of replicas; unused slots repeat the last item."""
-    slots = -(-items // replicas)
-    order = np.minimum(np.arange(replicas * slots), items - 1).reshape(replicas, slots)
-    return x.reshape(-1, *x.shape[2:])[order]
 
 
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
     others = [(path, x.shape) for path, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
-    allowed = f"led by a dimension of {replicas} replicas where it differs per replica"
-    hint = "boostax.reshard_state(state, n) takes it to n; stack_replicas(tx.init(params), n) also."
-    hint = "A step without mesh= has one replica: give it the mesh. " * (replicas == 1) + hint
+    allowed = f"led by a dimension of {replicas} replicas in parts that differ per replica"
+    hint = "Use boostax.reshard_state(state, n), or stack_replicas(tx.init(params), n)."
+    hint = "A step without mesh= has one replica: pass the mesh. " * (replicas == 1) + hint
     got = [(trees.path_name(path), shape) for path, shape in others[:6]]
     checks.require(not others, who, "state", got=got, allowed=allowed, hint=hint)
 
@@ -99,11 +80,12 @@ def require_stacked(who: str, state: PyTree) -> None:
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
-            raise ValueError(
-                f"{who}: state must lead with the replicas where it differs, got two of "
-                f"{trees.path_name(path)!r}. "
-                "Use jax.pmap with in_axes and out_axes 0, jax.shard_map with states.state_specs."
+            allowed = "led by the replicas in arrays that differ per replica"
+            got = f"two values of {trees.path_name(path)!r}"
+            hint = (
+                "Use jax.pmap with in_axes=0 and out_axes=0, or shard_map with states.state_specs."
             )
+            raise ValueError(checks.message(who, "state", allowed, got, hint))
 
 
 def _local_arrays(state: PyTree) -> Iterator[tuple[KeyPath, jax.Array]]:
@@ -114,16 +96,16 @@ def _local_arrays(state: PyTree) -> Iterator[tuple[KeyPath, jax.Array]]:
 
 
 def require_like(who: str, what: str, arrays: PyTree, grads: PyTree) -> None:
-    """Refuse arrays of a state that would broadcast because their shapes are not the gradients'."""
-    hint = "boostax.states.enter_replica(state) is of one replica, stack_replicas(state, n) of all."
+    """Refuse a state whose arrays would broadcast, because the gradients have other shapes."""
+    hint = "For one replica, use boostax.states.enter_replica(state); for all, stack_replicas."
     if any(map(is_per_replica, jax.tree.leaves(grads, is_leaf=is_per_replica))):
-        hint = f"Put {who} inside: on_mesh({who}(chain(...)), params)."
+        hint = f"Put {who} inside on_mesh: on_mesh({who}(chain(...)), params)."
     arrays = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(arrays))
     trees.require_shapes(who, what, arrays, grads, hint)
 
 
 def owns_params(opt_state: PyTree) -> bool:
-    """Return whether each replica has params of its own: see ``protocols.OwnsParams``."""
+    """Return whether each replica has its own params; see ``protocols.OwnsParams``."""
     return any(x.owns_params() for x in trees.telling(opt_state, protocols.OwnsParams))
 
 
@@ -144,20 +126,20 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
       >>> boostax.states.stack_replicas(boostax.PerReplica(jnp.zeros(3)), 8).local.shape
       (8, 3)
     """
-
     items = distributed_items(opt_state)
-
-    def stack(x: PyTree) -> PyTree:
-        # NumPy makes a view, without a copy.
-        library = np if isinstance(x, np.ndarray) else jnp
-        return library.broadcast_to(x[None], (replicas, *x.shape))
-
-    def stacked(node: PyTree) -> PyTree:
+    nodes, structure = jax.tree.flatten(opt_state, is_leaf=is_per_replica)
+    for i, node in enumerate(nodes):
         if id(node) in items:
-            return jax.tree.map(lambda x: _distribute(x[None], replicas, items[id(node)]), node)
-        return jax.tree.map(stack, node) if is_per_replica(node) else node
-
-    return jax.tree.map(stacked, opt_state, is_leaf=is_per_replica)
+            part = jax.tree.map(lambda x: x[None], node)
+            nodes[i] = spread_anew(part, replicas, False, items[id(node)])
+        elif is_per_replica(node):
+            leaves, inner = jax.tree.flatten(node)
+            for j, x in enumerate(leaves):
+                # NumPy makes a view, without a copy.
+                library = np if isinstance(x, np.ndarray) else jnp
+                leaves[j] = library.broadcast_to(x[None], (replicas, *x.shape))
+            nodes[i] = inner.unflatten(leaves)
+    return structure.unflatten(nodes)
 
 
 def specs_like(
@@ -174,46 +156,46 @@ def specs_like(
       owners: the shape and spec of each param, by its path.
       state: a state from ``tx.init``, or its types.
       names: the replica axes.
-      shared_out: the number of replicas, if state that is equal on all replicas is to be sharded
-        over the replicas; otherwise 0.
+      shared_out: the number of replicas, to shard state that is equal on all replicas over the
+        replicas; otherwise 0.
       sizes: the sizes of the mesh axes; needed to shard scales along dimensions that are divided
         into blocks.
     """
 
-    def candidates(path: KeyPath) -> list[tuple[tuple[int, ...], P]]:
-        return [owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners]
-
-    def owner_spec(path: KeyPath, leaf: jax.Array) -> P | None:
-        for shape, spec in candidates(path):
-            if shape == leaf.shape:
+    def owner_spec(path: KeyPath, leaf: jax.Array, in_blocks: bool = False) -> P | None:
+        for shape, spec in (owners[path[i:]] for i in range(len(path) + 1) if path[i:] in owners):
+            if in_blocks:
+                if len(shape) == leaf.ndim:
+                    return scales_spec(shape, spec, leaf.shape)
+            elif shape == leaf.shape:
                 return spec
-            if shape == leaf.shape[1:]:
+            elif shape == leaf.shape[1:]:
                 # A compiled step returns specs in this form; another form would cause a
                 # recompilation.
                 return P(None, *spec) if any(spec) else P()
         return None
 
-    def scales_spec(path: KeyPath, scales: jax.Array) -> P:
+    def scales_spec(shape: tuple[int, ...], spec: P, blocks: tuple[int, ...]) -> P:
         """Return the spec of block scales, without axes that would split a block."""
         entries: list[tuple[str, ...] | None] = []
-        of_rank = [(shape, spec) for shape, spec in candidates(path) if len(shape) == scales.ndim]
-        for shape, spec in of_rank[:1]:
-            spec = shared_by(spec, shape, names, shared_out)
-            for entry, size, blocks in zip(spec, shape, scales.shape, strict=False):
-                axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-                divides = sizes is not None and not blocks % math.prod(sizes[x] for x in axes)
-                entries.append(entry if size == blocks or divides else None)
+        spec = shared_by(spec, shape, names, shared_out)
+        for entry, size, count in zip(spec, shape, blocks, strict=False):
+            axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+            divides = sizes is not None and not count % math.prod(sizes[x] for x in axes)
+            entries.append(entry if size == count or divides else None)
         return P(*entries) if any(entries) else P()
 
     def spec_of(path: KeyPath, node: PyTree) -> PyTree:
         if isinstance(node, ByBlock):
-            return jax.tree.map_with_path(lambda i, x: scales_spec((*path, *i), x), node)
+            return jax.tree.map_with_path(
+                lambda i, x: owner_spec((*path, *i), x, in_blocks=True) or P(), node
+            )
         if is_per_replica(node):
             return jax.tree.map_with_path(
                 lambda i, x: P(names, *without(owner_spec(i, x) or P(), names)), node
             )
         spec = owner_spec(path, node)
-        # Integers are counts, or codes; codes have the spec of a param.
+        # Integers are counts or codes. Only codes have the spec of a param.
         if not shared_out or (spec is None and not trees.is_inexact(node.dtype)):
             return spec or P()
         return shared_by(spec or P(), node.shape, names, shared_out)
@@ -241,30 +223,30 @@ def without(spec: P, names: Sequence[str]) -> P:
 def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> types.State:
     r"""Return a state for another number of replicas.
 
-    The old replicas divide the unit interval evenly, and so do the new ones. A new replica takes
-    the mean of the old replicas, weighted by their overlap with its interval. The mean over the
+    The old replicas divide the unit interval evenly, and so do the new replicas. A new replica gets
+    the mean of the old replicas, weighted by the overlap of the two intervals. The mean over the
     replicas is unchanged:
 
     .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i
 
-    So doubling the number of replicas copies each state, and halving it averages neighbours. Arrays
-    that are summed over the replicas (an open window with ``normalize="weight"``, or before
-    ``all_reduce(op="sum")``) are also multiplied by ``n / m``, so that their sum is unchanged.
-    Integers, booleans and PRNG keys come from the old replica that covers the start of the new
-    replica's interval. Arrays outside a ``PerReplica`` are unchanged. The matrices of ``by_shape``
-    are distributed again, without rounding.
+    So twice as many replicas get copies of each state, and half as many get means of neighbours.
+    Arrays that are summed over the replicas (an open window with ``normalize="weight"``, or before
+    ``all_reduce(op="sum")``) are also multiplied by ``n / m``, so that their sum is unchanged. A
+    new replica copies integers, booleans and PRNG keys of the old replica that covers the start of
+    the new replica's interval. Arrays outside a ``PerReplica`` are unchanged. The matrices of
+    ``by_shape`` are distributed to the new replicas, without rounding.
 
-    A state class of your own returns the ``PerReplica`` parts whose sum must not change from a
-    method ``summed_parts()``. A reduction by ``jax.lax.psum`` is not recognised: close a window
-    around it before you change the number of replicas.
+    Your own state class returns the ``PerReplica`` parts whose sum must not change from a method
+    ``summed_parts()``. A reduction by ``jax.lax.psum`` is not recognised: close a window around
+    this reduction before you change the number of replicas.
 
     Args:
-      state: an optimizer state (also of an NNX optimizer) or a ``TrainState``, as it is outside a
-        mapped function. Pass the whole state, because a part of a state does not show the reduction
-        inside its window.
+      state: an optimizer state (also of an NNX optimizer) or a ``TrainState``, outside a mapped
+        function. Pass the whole state, because a part of a state does not show the reduction
+        inside a window.
       replicas: the new number of replicas.
-      within: for ``adasum_delta(within=...)``, whose state is equal on all devices of a server: the
-        new number of devices per server. Each server takes the mean over its interval.
+      within: the new number of devices per server, for ``adasum_delta(within=...)``, whose state is
+        equal on all devices of a server. Each server gets the mean over its interval.
 
     Returns:
       The same tree, with per-replica arrays of shape ``(replicas, *shape)``. Place the result with
@@ -280,24 +262,22 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
       >>> boostax.reshard_state(state, 2).local.tolist()
       [[2.0], [6.0]]
     """
-    checks.positive_int("reshard_state", "replicas", replicas, "It is the new number of replicas.")
-    checks.positive_int("reshard_state", "within", within, "It is the devices of a server.")
+    checks.positive_int("reshard_state", "replicas", replicas, "Pass the new number.")
+    checks.positive_int("reshard_state", "within", within, "Pass the devices per server.")
     allowed = f"a multiple of within={within}"
-    hint = "within is the number of devices of a server."
-    is_valid = not replicas % within
-    checks.require(is_valid, "reshard_state", "replicas", got=replicas, allowed=allowed, hint=hint)
+    hint = "Replicas are devices, and within is the number of devices per server."
+    checks.require(not replicas % within, "reshard_state", "replicas", replicas, allowed, hint)
     state = trees.arrays(state)
     mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
-    summed = summed_parts(state)
+    summed = [x for y in trees.telling(state, protocols.HasSummedParts) for x in y.summed_parts()]
     items = distributed_items(state)
-    states = trees.telling(state, protocols.HasServerParts)
-    of_servers = [part for node in states for part in node.server_parts()]
+    servers = [x for y in trees.telling(state, protocols.HasServerParts) for x in y.server_parts()]
 
     def resharded(node: PyTree) -> PyTree:
         if not is_per_replica(node):
             return node
-        if any(node is part for part in of_servers):
+        if any(node is part for part in servers):
             part = spread_anew(node, replicas // within, False)
             return jax.tree.map(lambda x: jnp.repeat(x, within, 0) if within > 1 else x, part)
         return spread_anew(node, replicas, any(node is x for x in summed), items.get(id(node)))
@@ -308,20 +288,23 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
 def spread_anew(
     part: PerReplica, replicas: int, summed: bool, items: int | None = None
 ) -> PerReplica:
-    """Return a per-replica part for other replicas, by the rule of ``reshard_state``.
+    """Return a per-replica part for another number of replicas, by the rule of ``reshard_state``.
 
     If the part distributes ``items``, the value of each item is unchanged.
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        # The sharding of an array has devices; the type of a traced array has only axes.
+        # The sharding of an array has devices, but the type of a traced array has only axes.
         sharding = getattr(x, "sharding", None) or jax.typeof(x).sharding
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             # Replicas cannot be picked from a dimension that is typed as sharded.
             x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(None, *sharding.spec[1:])))
         old = x.shape[0]
         if items is not None:
-            return _distribute(x, replicas, items)
+            # Unused slots repeat the last item.
+            slots = -(-items // replicas)
+            order = np.minimum(np.arange(replicas * slots), items - 1).reshape(replicas, slots)
+            return x.reshape(-1, *x.shape[2:])[order]
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[np.arange(replicas) * old // replicas]
         new_ends = np.arange(replicas + 1) / replicas
@@ -329,7 +312,7 @@ def spread_anew(
         low = np.maximum(new_ends[:-1, None], old_ends[:-1])
         means: list[jax.Array] = []
         for weights in np.maximum(np.minimum(new_ends[1:, None], old_ends[1:]) - low, 0) * replicas:
-            # A tiny overlap is a rounding error, and would spread a NaN from that neighbour.
+            # A tiny overlap is a rounding error, and would spread a NaN of that neighbour.
             first, *others = np.flatnonzero(weights > 1e-9)
             parts = [x[i] * jnp.asarray(weights[i], x.real.dtype) for i in (first, *others)]
             means.append(sum(parts[1:], parts[0]) if others else x[first])

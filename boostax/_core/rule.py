@@ -47,19 +47,19 @@ def gate(
 ) -> optax.GradientTransformationExtraArgs:
     """Run ``inner`` in the calls that your rule accepts; skip all other calls.
 
-    A skipped call keeps every bit of params, moments and schedules. Like every gate of boostax it
-    compiles to one branch around the update and its application, which writes donated buffers in
-    place.
+    A skipped call changes no bit of params, moments and schedules. Like every gate of boostax, this
+    gate compiles to one branch around the update and its application. The branch writes donated
+    buffers in place.
 
     Args:
       inner: the optimizer.
       rule: ``rule(grads, rule_state, params) -> (run, rule_state)``. ``grads`` is a ``Pending``;
         the gradients are ``grads.value()``, in f32 or wider. ``run`` is a bool scalar, and the
-        types of ``rule_state`` must not change. With ``axis_name`` the gradients are local, and the
-        step runs only if ``run`` is True on every replica; ``rule_state`` must be equal on all
+        types of ``rule_state`` must not change. With ``axis_name``, the gradients are local, and
+        the step runs only if ``run`` is True on every replica; ``rule_state`` must be equal on all
         replicas.
       init: makes the first state of the rule from the params.
-      axis_name: mesh axis or axes over which something inside reduces; needed with local gradients.
+      axis_name: mesh axis or axes over which a part inside reduces; needed with local gradients.
         With ``None``, a train step supplies its own axis if a part inside reduces; elsewhere there
         is no axis.
       name: the transformation's name in errors, traces and ``explain``; by default the rule's.
@@ -94,7 +94,7 @@ def gate(
     tx = checks.transformation(who, "inner", inner)
 
     def init_fn(params: PyTree) -> GateState:
-        # The leaves are copied, because donation refuses a buffer that two fields share.
+        # Copies, because donation refuses a buffer that two fields share.
         rule_state = jax.tree.map(jnp.array, init(params))
         inner_state = gates.init_inner(tx, params)
         return GateState(rule_state, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
@@ -106,10 +106,10 @@ def gate(
         axes.require_local(grads.raw, names, who)
         ok, rule_state = rule(grads, state.rule_state, params)
         is_valid = jnp.issubdtype(jnp.result_type(ok), jnp.bool_) and not jnp.shape(ok)
-        hint = "Such as optax.tree.norm(grads.value()) < 10."
-        checks.require_type(is_valid, who, "run", got=ok, allowed="a bool scalar", hint=hint)
+        hint = "Return a bool, such as optax.tree.norm(grads.value()) < 10."
+        checks.require_type(is_valid, who, "run", ok, "a bool scalar", hint)
         ok = axes.agree(ok, names)
-        hint = "A rule keeps the shapes of its state."
+        hint = "A rule must not change the shapes of its state."
         trees.require_shapes(who, "rule_state", state.rule_state, rule_state, hint)
         moved = state._replace(rule_state=trees.cast_like(rule_state, state.rule_state))
         ok, moved = gates.skip_if_empty(ok, moved, state, grads)

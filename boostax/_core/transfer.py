@@ -12,7 +12,7 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
     """Place a tree that is equal in every process on devices.
 
     ``jax.device_put`` to devices of several processes first compares every leaf across processes.
-    Here each process slices its own copy, without communication.
+    This function slices each process's own copy instead, without communication.
 
     Args:
       tree: arrays on the host or on this process's devices, equal in all processes; or arrays that
@@ -20,8 +20,8 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
       shardings: a sharding for each leaf.
 
     Returns:
-      The placed tree. Cost: if the devices belong to several processes, one copy through the host
-      of each leaf that is not on those devices yet.
+      The placed tree. Cost: for devices of several processes, one copy through the host for each
+      leaf that is not on these devices yet.
     """
 
     def placed(x: PyTree, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -31,8 +31,7 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
             data = placed(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         host = np.asarray(x)
-        # Each device gets a copy: CPU devices would otherwise share memory, and the state is
-        # donated.
+        # Each device gets a copy, because CPU devices would share memory, and the state is donated.
         return jax.make_array_from_callback(host.shape, sharding, lambda i: np.array(host[i]))
 
     return jax.tree.map(placed, tree, shardings)

@@ -6,6 +6,7 @@ The constants of a model are its activation functions, names and untraced number
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,40 +20,35 @@ from jax.tree_util import KeyPath
 from boostax._core import checks, jaxprs, protocols, types
 from boostax._core.types import PyTree, Structure
 
-LOST = "Restore it into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
-# Flax's collection of leaves whose cotangent is their new value.
+LOST = "Restore states into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
+# Flax's collection of leaves whose cotangent is the new value of the leaf.
 OVERWRITE = "_overwrite_with_gradient"
 
 
 def at_least_float32(tree: PyTree) -> PyTree:
-    """Widen f16 and bf16 arrays, or their types, to f32; all other leaves stay."""
-
-    def widened(x: PyTree) -> PyTree:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x.update(dtype=wide_dtype(x))
-        return as_dtype(x, wide_dtype(x)) if is_number(x) else x
-
-    return jax.tree.map(widened, tree)
+    """Widen f16 and bf16 arrays, or their types, to f32; do not change other leaves."""
+    return jax.tree.map(lambda x: as_dtype(x, wide_dtype(x)) if is_number(x) else x, tree)
 
 
 def first_state(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
-    """Return the first state of ``tx``; copy leaves that it shares with ``params`` or has twice.
+    """Return the first state of ``tx``; copy leaves that are also in ``params`` or occur twice.
 
-    Some states of Optax keep the first params (``contrib.dog``, ``prodigy``), and donation refuses
-    a buffer that two arguments share.
+    Some states of Optax have the first params as leaves (``contrib.dog``, ``prodigy``), and
+    donation refuses a buffer that two arguments share.
     """
     buffers = {id(x) for x in jax.tree.leaves(params)}
-
-    def unshared(x: PyTree) -> PyTree:
-        is_shared = isinstance(x, jax.Array) and id(x) in buffers
+    leaves, structure = jax.tree.flatten(tx.init(params))
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.Array) and id(x) in buffers:
+            leaves[i] = jnp.array(x, copy=True)
         buffers.add(id(x))
-        return jnp.array(x, copy=True) if is_shared else x
-
-    return jax.tree.map(unshared, tx.init(params))
+    return structure.unflatten(leaves)
 
 
-def as_dtype(x: PyTree, dtype: np.dtype) -> jax.Array:
-    """Return ``x`` in a strong dtype; an array that already has this dtype is not copied."""
+def as_dtype(x: PyTree, dtype: np.dtype) -> Any:
+    """Return an array, or its type, in a strong dtype; copy only arrays of another dtype."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=dtype)
     if isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False):
         return x
     return jnp.asarray(x).astype(dtype)
@@ -60,7 +56,7 @@ def as_dtype(x: PyTree, dtype: np.dtype) -> jax.Array:
 
 def wide_dtype(x: PyTree) -> np.dtype:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
-    # Without x64 JAX converts a NumPy array of f64 to f32, so the dtype is JAX's.
+    # Without x64, JAX converts a NumPy array of f64 to f32, so the dtype is JAX's dtype.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
     if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
         return dtype
@@ -73,7 +69,7 @@ def is_inexact(dtype: jax.typing.DTypeLike) -> bool:
 
 
 def buffer_dtype(x: PyTree, narrow: np.dtype) -> np.dtype:
-    """Return the dtype of a sum of gradients: ``narrow``, or a wider one for f64 and complex."""
+    """Return the dtype of a sum of gradients: ``narrow``, or a wider dtype for f64 and complex."""
     wide = wide_dtype(x)
     # A frozen leaf may have no gradient, and the dtype of a PRNG key cannot be promoted.
     is_plain = wide == jnp.float32 or not is_inexact(wide)
@@ -82,21 +78,21 @@ def buffer_dtype(x: PyTree, narrow: np.dtype) -> np.dtype:
 
 def buffers(params: PyTree, narrow: np.dtype, size: int | None = None) -> PyTree:
     """Return zeros shaped and sharded like the params in ``buffer_dtype``, or ``size`` of each."""
-
-    def buffer(p: PyTree) -> jax.Array:
-        zeros = jnp.zeros_like(p, dtype=buffer_dtype(p, narrow))
-        return zeros if size is None else jnp.broadcast_to(zeros, (size, *zeros.shape))
-
-    return jax.tree.map(buffer, params)
+    leaves, structure = jax.tree.flatten(params)
+    for i, p in enumerate(leaves):
+        leaves[i] = jnp.zeros_like(p, dtype=buffer_dtype(p, narrow))
+        if size is not None:
+            leaves[i] = jnp.broadcast_to(leaves[i], (size, *leaves[i].shape))
+    return structure.unflatten(leaves)
 
 
 def clip_finite(x: jax.Array, limit: float | jax.Array) -> jax.Array:
-    """Clip finite elements to ``-limit..limit``; infinities and NaN stay visible."""
+    """Clip finite elements to ``-limit..limit``; do not change infinities and NaN."""
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
 
 
 def saturate(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Cast so that finite elements stay finite; infinities and NaN stay."""
+    """Cast to a dtype so that finite elements stay finite; do not change infinities and NaN."""
     if jnp.iscomplexobj(x) or jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
         return x.astype(dtype)
     return clip_finite(x, float(jnp.finfo(dtype).max)).astype(dtype)
@@ -109,28 +105,28 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 def applied(params: PyTree, updates: PyTree) -> PyTree:
     """Apply updates as Optax does, also to float8 params, for which JAX has no promotion."""
-
-    def widened(p: PyTree) -> PyTree:
-        is_float8 = is_inexact(jnp.result_type(p)) and jnp.finfo(jnp.result_type(p)).bits == 8
-        return as_dtype(p, np.dtype(np.float32)) if is_float8 else p
-
-    new = optax.apply_updates(jax.tree.map(widened, params), jax.tree.map(widened, updates))
-    return cast_like(new, params)
+    leaves, structure = jax.tree.flatten((params, updates))
+    for i, x in enumerate(leaves):
+        dtype = jnp.result_type(x)
+        if is_inexact(dtype) and jnp.finfo(dtype).bits == 8:
+            leaves[i] = as_dtype(x, np.dtype(np.float32))
+    return cast_like(optax.apply_updates(*structure.unflatten(leaves)), params)
 
 
 def as_updates(tree: PyTree, params: PyTree) -> PyTree:
     """Cast updates to the dtypes of the params, if there are params."""
     if params is None:
         return tree
-
-    def cast(x: PyTree, p: PyTree) -> PyTree:
-        return x if x is None or is_masked(x) or not is_number(p) else cast_like(x, p)
-
-    return jax.tree.map(cast, tree, params, is_leaf=lambda x: x is None or is_masked(x))
+    return jax.tree.map(
+        lambda x, p: x if x is None or is_masked(x) or not is_number(p) else cast_like(x, p),
+        tree,
+        params,
+        is_leaf=lambda x: x is None or is_masked(x),
+    )
 
 
 def is_number(x: object) -> bool:
-    """Return whether a leaf is an array or a scalar; a module may also have functions."""
+    """Return whether a leaf is an array or a scalar; a leaf of a module may be a function."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
@@ -163,15 +159,14 @@ def names(tree: PyTree) -> list[str]:
 
 
 def plain_path(path: KeyPath) -> tuple[str, ...]:
-    """Return the names on a path, the same for an NNX module, its state and its arrays."""
+    """Return the names on a path, equal for an NNX module, its state and its arrays."""
     path = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return tuple(path_name((key,)) for key in path)
 
 
 def require_params(params: PyTree, who: str, hint: str) -> None:
-    """Refuse an ``update`` without the params."""
-    valid = params is not None
-    checks.require(valid, who, "params", got=params, allowed="given to update", hint=hint)
+    """Refuse an ``update`` without params."""
+    checks.require(params is not None, who, "params", params, "given to update", hint)
 
 
 def overwritten(path: KeyPath) -> bool:
@@ -185,19 +180,19 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
         # The text of a path is made only if needed, because it is slow.
         if not carried and OVERWRITE in str(path) and overwritten(path):
             got = f"the new value of a leaf at {path_name(path)!r}"
-            hint = "Put boostax.carry around the whole optimizer: it sets such leaves."
+            hint = "Put boostax.carry, which sets such leaves, around the whole optimizer."
             raise ValueError(checks.message(who, "gradients", "gradients", got, hint))
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
             got = f"{kind} at {path_name(path) or 'the root'!r}"
-            hint = "Take such leaves out of the trained params: eqx.partition, or wrt= of NNX."
+            hint = "Remove such leaves from the trained params by eqx.partition, or by wrt= of NNX."
             allowed = "floating or complex arrays"
             raise TypeError(checks.message(who, "gradients", allowed, got, hint))
 
 
 def require_shapes(who: str, what: str, got: PyTree, like: PyTree, hint: str) -> None:
-    """Refuse a tree with a leaf of another shape, which could silently broadcast."""
+    """Refuse a tree with a leaf of another shape, because the leaf could silently broadcast."""
     if jax.tree.structure(got) != jax.tree.structure(like):
         return
     for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(like), strict=True):
@@ -207,10 +202,10 @@ def require_shapes(who: str, what: str, got: PyTree, like: PyTree, hint: str) ->
 
 
 def find(tree: PyTree, accepts: Callable[[PyTree], bool]) -> list[PyTree]:
-    """Return the nodes that ``accepts`` selects; see ``nodes``. Refuse states made into dicts."""
+    """Return the nodes that ``accepts`` selects; refuse states that became dicts; see ``nodes``."""
     every_node = nodes(tree)
     if hasattr(tree, "init"):
-        hint = "Pass what tx.init(params) returned, not tx or a step."
+        hint = "Pass the result of tx.init(params), not tx or a step."
         raise TypeError(checks.message("boostax", "a state", "a tree", type(tree).__name__, hint))
     if any(isinstance(node, dict) and "inner_state" in node for node in every_node):
         raise TypeError(checks.message("boostax", "a state", "in its classes", "a dict", LOST))
@@ -218,10 +213,9 @@ def find(tree: PyTree, accepts: Callable[[PyTree], bool]) -> list[PyTree]:
 
 
 def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) -> types.State:
-    """Return the outermost state of a class; refuse an optimizer state without one."""
+    """Return the outermost state of a class; refuse an optimizer state without such a state."""
     states = find(opt_state, lambda node: isinstance(node, kind))
-    allowed = f"one with a {kind.__name__}"
-    checks.require(bool(states), who, "opt_state", got="no such", allowed=allowed, hint=hint)
+    checks.require(bool(states), who, "opt_state", "no such", f"one with a {kind.__name__}", hint)
     return states[0]
 
 
@@ -237,8 +231,8 @@ def telling(tree: PyTree, question: type[types.State]) -> list[types.State]:
 def nodes(tree: PyTree) -> list[PyTree]:
     """Return every node of a tree except ``None``, each before the nodes inside it.
 
-    A chain keeps the order of its parts, so the first of two nested states is the outer one. NNX
-    variables are replaced by their arrays; see ``arrays``.
+    The first of two nested states is the outer state, because a chain does not reorder its parts.
+    NNX variables are replaced by their arrays; see ``arrays``.
     """
     visited: list[PyTree] = []
     waiting = [tree.opt_state if hasattr(tree, "wrt") else tree]
@@ -290,17 +284,17 @@ def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree
     return Replay(traced, jax.tree.structure(types)), types
 
 
+@dataclasses.dataclass(frozen=True)
 class _Aside:
-    """A node without leaves that hides a constant from JAX."""
+    """A node without leaves that hides a constant from JAX.
 
-    def __init__(self, leaf: object):
-        self.leaf = leaf
+    Attributes:
+      number: the ``id`` of the constant; nodes of the same object are equal.
+      leaf: the constant.
+    """
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Aside) and self.leaf is other.leaf
-
-    def __hash__(self) -> int:
-        return id(self.leaf)
+    number: int
+    leaf: object = dataclasses.field(compare=False)
 
 
 jax.tree_util.register_pytree_node(_Aside, lambda node: ((), node), lambda node, _: node)
@@ -318,21 +312,22 @@ is_none: Callable[[object], bool] = type(None).__instancecheck__
 
 
 def aside(params: PyTree) -> PyTree:
-    """Hide the constants among the params from JAX; ``restored`` brings them back.
+    """Hide the constants among the params from JAX; ``restored`` returns the constants.
 
-    A Python integer or bool is a constant. A Python float is a constant only among traced arrays;
-    without traced arrays it is trained, as in ``jax.grad``.
+    A Python integer or bool is a constant. A Python float is a constant only among traced arrays.
+    Without traced arrays, a float is trained, as in ``jax.grad``.
     """
-    leaves = jax.tree.leaves(params)
+    leaves, structure = jax.tree.flatten(params)
     # The classes of the Python numbers that are trained.
     numbers: tuple[type, ...] = () if any(map(is_array, leaves)) else (int,)
     if not any(isinstance(x, Tracer) for x in leaves):
         numbers += (float, complex)
-    return jax.tree.map(lambda x: x if is_array(x) or isinstance(x, numbers) else _Aside(x), params)
+    new = [x if is_array(x) or isinstance(x, numbers) else _Aside(id(x), x) for x in leaves]
+    return structure.unflatten(new)
 
 
 def restored(params: PyTree) -> PyTree:
-    """Return the params with the constants that ``aside`` hid."""
+    """Return the params, including the constants that ``aside`` hid."""
     return jax.tree.map(lambda x: x.leaf if is_aside(x) else x, params, is_leaf=is_aside)
 
 
@@ -356,11 +351,11 @@ def put_back(new: PyTree, params: PyTree) -> PyTree:
 
 
 class Pruning(NamedTuple):
-    """The position of a state for some params within the state for all params.
+    """The positions of the leaves of a smaller state, for some params, in the state for all params.
 
-    ``init`` is called with all params and with some of them; state leaves that are missing in the
-    second state belong to the missing params. This works through every wrapper, and for state
-    leaves of any shape.
+    ``init`` is called with all params and with some params. State leaves that are missing in the
+    second state belong to the missing params. This works for every wrapper, and for state leaves of
+    any shape.
 
     Attributes:
       full: structure of the larger state.
@@ -378,7 +373,7 @@ class Pruning(NamedTuple):
         return self.part.unflatten([leaves[place] for place in self.places])
 
     def set(self, state: PyTree, part: PyTree) -> PyTree:
-        """Return the larger state with its leaves replaced by the smaller state's."""
+        """Return the larger state with the leaves of the smaller state at their positions."""
         new = dict(zip(self.places, self.part.flatten_up_to(part), strict=True))
         leaves = enumerate(self.full.flatten_up_to(state))
         return self.full.unflatten([new.get(place, leaf) for place, leaf in leaves])

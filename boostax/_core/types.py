@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as WithDefault
 
-    # A class that is named without its parameters has any, and so has a lambda.
+    # The defaults are for classes without explicit parameters, and for lambdas.
     Params = WithDefault("Params", bound=Any, default=Any)
     Value = WithDefault("Value", default=Any)
     Grads = WithDefault("Grads", default=Any)

@@ -343,7 +343,7 @@ def scheduled_freeze(
         outside = state
 
         def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Stepped:
-            handshake.hand_on_state(outside, state)
+            handshake.hand_on(outside, state)
             plan = freezing.plan(params)
             active = plan.active(depth)
             # The caller may have masked the gradients for another depth.

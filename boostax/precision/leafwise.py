@@ -94,7 +94,7 @@ class _Graph:
         for eqn in self._eqns:
             # Communication belongs to no leaf, so that XLA may combine the collectives.
             inside = [x for x, _ in equations([eqn])]
-            sends = any(isinstance(name, str) for x in inside for name in axes.sent_over(x))
+            sends = bool(axes.named(inside))
             sends |= any(x.primitive.name in ("shard_map", "custom_vmap_call") for x in inside)
             for var in filter(readers.get, eqn.outvars):
                 leaves = sources[var] - {COMMON}

@@ -164,8 +164,8 @@ def _by_device(
     mapped = jax.shard_map(on_device, mesh=placement.auto_mesh, in_specs=specs, out_specs=out_specs)
 
     def on_all_replicas(local: PyTree, shared: PyTree) -> Parts:
-        means, state, shared = mapped(placement.by_replica(local[:2]), shared)
-        return means, placement.by_axis(state), shared
+        means, state, shared = mapped(placement.reshaped(local[:2], by_axis=False), shared)
+        return means, placement.reshaped(state, by_axis=True), shared
 
     # A vmap stacks its arguments only if an argument differs, as the index of its axis does.
     indices = [lax.axis_index(name) for name in names]

@@ -155,7 +155,7 @@ def placed_on(
         outside = state
 
         def update(params: PyTree, state: PyTree, grads: Pending, arrays: PyTree) -> Stepped:
-            handshake.hand_on_state(outside, state)
+            handshake.hand_on(outside, state)
             pending = grads._replace(raw=grads.raw.unwrapped())
             if (gate := gate_of(tx)) is not None:
                 return gate.step(pending, state, params, apply=apply, **arrays, **fixed)

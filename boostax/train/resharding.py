@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from boostax._core import trees
-from boostax._core.replicas import distributed_items, is_per_replica, spread_anew, summed_parts
+from boostax._core import protocols, trees
+from boostax._core.replicas import distributed_items, is_per_replica, spread_anew
 from boostax._core.types import PyTree
 
 
@@ -52,7 +52,7 @@ def typed(leaf: PyTree, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def resharded(state: PyTree, target: PyTree) -> PyTree:
     """Reshard ``state`` by ``reshard_state`` to the replicas and shardings of ``target``."""
-    summed = summed_parts(state)
+    summed = [x for y in trees.telling(state, protocols.HasSummedParts) for x in y.summed_parts()]
     items = distributed_items(state)
 
     def node(old: PyTree, new: PyTree) -> PyTree:
