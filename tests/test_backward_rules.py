@@ -19,6 +19,7 @@ import boostax
 import boostax.nnx
 from boostax._core import degrees
 from boostax.precision import current_scale
+from boostax.train import backward_rules
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
 KEY = jax.random.key(0)
@@ -79,7 +80,7 @@ RIGHT = {
 
 
 def found(loss, *args):
-    return degrees.nonlinear(jax.make_jaxpr(loss)(*args), True)
+    return backward_rules.nonlinear(jax.make_jaxpr(loss)(*args), True)
 
 
 @pytest.mark.parametrize("name", [*WRONG, *RIGHT])

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, TypeVar, get_args
 
 import jax.numpy as jnp
@@ -155,7 +155,8 @@ def floating_dtype(who: str, argument: str, value: Any) -> np.dtype[np.floating]
     return jnp.dtype(value)
 
 
-def table(package: str, name: str) -> dict[str, Any]:
+@functools.cache
+def table(package: str, name: str) -> Mapping[str, Any]:
     """Read the table in the file ``name.toml`` of a package."""
     import tomllib
     from importlib.resources import files

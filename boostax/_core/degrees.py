@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find backward rules (``jax.custom_vjp``) that are not linear in the cotangent, from their traces.
+"""Compute the degree of homogeneity of each result of a program in some of its inputs.
 
 A loss scale multiplies every cotangent by ``s``, and the gradients are divided by ``s``. The two
-factors cancel if each rule is homogeneous of degree 1: ``f(s g) = s f(g)`` for ``s > 0``. So each
-value in the trace of a rule has a degree: 1 for the cotangent, 0 for values that do not depend on
-the cotangent. A product adds degrees, a square root halves a degree, and a sum has the degree that
-its terms share (``degrees.toml``). A rule that clips at a fixed bound, adds noise or divides by a
-norm is reported. A rule that quantises relative to the largest element of its cotangent has degree
-1 and is not reported.
-
-A rule whose trace cannot be read, such as a rule with a kernel, is not reported.
+factors cancel if what lies between is homogeneous of degree 1: ``f(s g) = s f(g)`` for ``s > 0``.
+So each value of a program has a degree: 1 for a cotangent, and 0 for values that do not depend on
+cotangents. A product adds degrees, a square root halves a degree, and a sum has the degree that its
+terms share (``degrees.toml``). A clip at a fixed bound, noise and a division by a norm have no
+degree, or another degree than 1. Rounding relative to the largest element has degree 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -30,51 +27,31 @@ from boostax._core.types import PyTree
 Degree = float | str
 ANY, GUARD, FREE, NONE, UNKNOWN = "any", "guard", "free", "none", "unknown"
 _LARGEST_GUARD = 1e-6
-_TABLE = checks.table("boostax._core", "degrees")
-_POWERS: dict[str, Degree] = _TABLE.pop("powers")
-# The effect of an operation on degrees: a power, or a word of the table.
-_KINDS = _POWERS | {name: kind for kind, names in _TABLE.items() for name in names.split()}
 
 
-def nonlinear(program: jaxprs.ClosedJaxpr, sure: bool) -> list[str]:
-    """Return the name and source line of each nonlinear rule in a loss.
+@functools.cache
+def _kinds() -> Mapping[str, Degree]:
+    """Return the effect of each operation on degrees: a power, or a word of the table."""
+    table = checks.table("boostax._core", "degrees")
+    words = {kind: names.split() for kind, names in table.items() if kind != "powers"}
+    return table["powers"] | {x: kind for kind, names in words.items() for x in names}
 
-    Args:
-      program: the trace of the loss.
-      sure: whether nothing in the loss is multiplied by the scale.
+
+def degrees(
+    program: jaxprs.ClosedJaxpr,
+    known: Sequence[Degree],
+    rule: Callable[..., list[Degree]] | None = None,
+) -> list[Degree]:
+    """Return the degrees of the results; inputs after the ``known`` ones are cotangents.
+
+    ``rule(eqn, degrees)`` returns the degrees of the results of an equation, by default
+    ``transfer``.
     """
-    rules: dict[tuple[str, int], bool] = {}
-    for eqn, _ in interpret.equations(program.jaxpr):
-        if eqn.primitive.name == interpret.CUSTOM[1]:
-            # Rules made by one factory share a source line, but have different functions.
-            place = interpret.body_of(eqn).jaxpr.debug_info.func_src_info
-            key = place, id(getattr(eqn.params.get("bwd"), "f", None))
-            rules[key] = rules[key] if key in rules else _is_nonlinear(eqn, sure)
-    return list(dict.fromkeys(place for (place, _), is_nonlinear in rules.items() if is_nonlinear))
-
-
-def _is_nonlinear(eqn: jaxprs.JaxprEqn, sure: bool) -> bool:
-    inputs = [var.aval for var in eqn.invars]
-    cotangents = [var.aval for var in eqn.outvars if is_inexact(var.aval)]
-
-    def backward(operands: list[jax.Array], cotangents: list[jax.Array]) -> list[jax.Array]:
-        _, pull = jax.vjp(lambda *x: [*filter(is_inexact, interpret.replay(eqn, x))], *operands)
-        return [*filter(is_inexact, pull(cotangents))]
-
-    try:
-        program = jax.make_jaxpr(backward)(inputs, cotangents)
-    except Exception:  # A rule may close over values of a trace that has ended.
-        return False
-    results = degrees(program, [0.0 if sure else UNKNOWN] * len(inputs))
-    return any(degree not in (1.0, ANY, UNKNOWN) for degree in results)
-
-
-def degrees(program: jaxprs.ClosedJaxpr, known: Sequence[Degree]) -> list[Degree]:
-    """Return the degrees of the results; inputs after the ``known`` ones are cotangents."""
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
     inputs = [x if is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
     # The values of a loop that runs until convergence may share no degree.
-    return interpret.flow(program, inputs, transfer, shared, 0.0, constant=of_constant)
+    how: PyTree = {"constant": _of_constant}
+    return interpret.flow(program, inputs, rule or transfer, _shared, 0.0, **how)
 
 
 def is_inexact(x: PyTree) -> bool:
@@ -82,8 +59,7 @@ def is_inexact(x: PyTree) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def of_constant(value: PyTree, aval: PyTree) -> Degree:
-    """Return the degree of a constant."""
+def _of_constant(value: PyTree, aval: PyTree) -> Degree:
     if not is_inexact(aval) or isinstance(value, Tracer):
         return UNKNOWN if is_inexact(aval) else ANY
     array: PyTree = np.asarray(value)
@@ -94,7 +70,7 @@ def of_constant(value: PyTree, aval: PyTree) -> Degree:
     return GUARD if np.all((size <= _LARGEST_GUARD) & (array.real > 0)) else 0.0
 
 
-def shared(degrees: Sequence[Degree], otherwise: str = UNKNOWN) -> Degree:
+def _shared(degrees: Sequence[Degree], otherwise: str = UNKNOWN) -> Degree:
     """Return the degree that all values share, or ``otherwise``."""
     different = set(degrees) - {ANY, GUARD} or ({GUARD} if GUARD in degrees else {ANY})
     if FREE in different:
@@ -106,7 +82,7 @@ def transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
     """Return the degrees of the results of an equation."""
     name = eqn.primitive.name
     types: list[PyTree] = [var.aval for var in eqn.outvars]
-    kind = _KINDS.get(name)
+    kind = _kinds().get(name)
     if name == "convert_element_type" and not is_inexact(eqn.invars[0].aval):
         kind = "invariant"
     elif name == "convert_element_type" and jnp.issubdtype(types[0].dtype, jnp.integer):
@@ -122,7 +98,7 @@ def _degree(eqn: jaxprs.JaxprEqn, kind: Degree | None, operands: list[Degree]) -
     if UNKNOWN in operands or NONE in operands:
         return UNKNOWN if UNKNOWN in operands else NONE
     if kind in ("place", "sum"):
-        return shared(operands, NONE if kind == "sum" else UNKNOWN)
+        return _shared(operands, NONE if kind == "sum" else UNKNOWN)
     name, numbers = eqn.primitive.name, [x if isinstance(x, float) else 0.0 for x in operands]
     constant = FREE if FREE in operands else 0.0
     if name == "pow" and isinstance(eqn.invars[1], jaxprs.Literal):

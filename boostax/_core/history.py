@@ -18,20 +18,31 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from boostax._core import degrees, interpret, jaxprs
+from boostax._core import checks, degrees, interpret, jaxprs
 from boostax._core.types import PyTree
 
 # The fields that the equations of a trace and of a program share.
 _FIELDS = ("outvars", "primitive", "params", "effects", "source_info", "ctx")
 
 
-def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
-    """Return whether some gradient is certainly not of degree 1 in the backward pass's result.
+def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
+    """Refuse gradients that are certainly not of degree 1 in the results of the backward pass.
 
     Args:
+      who: the function that gets the gradients of a scaled loss.
       grads: gradients, traced or not.
       params: params in the same trace, which a weight decay adds; or ``None``.
     """
+    got = "gradients that were clipped, decayed or changed otherwise"
+    allowed = "gradients of the backward pass, after casts, constant factors and means alone"
+    hint = (
+        "The loss scale still multiplies these gradients, so a bound or decay has another meaning "
+        "at every scale: dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), ...))."
+    )
+    checks.require(not _is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
+
+
+def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     leaves = [y for x in jax.tree.leaves(grads) if (y := _recorded(x)) is not None]
     recorded = (_recorded(x) for x in jax.tree.leaves(params))
     constants = {x.val for x in recorded if isinstance(getattr(x, "val", None), jaxprs.Var)}
@@ -44,14 +55,10 @@ def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     results = [x.val for x in leaves if x.val in changed.difference(backward)]
     if not results:
         return False
-    inputs = [*backward, *free]
-    facts = [1.0] * len(backward) + [0.0 if x in constants else degrees.FREE for x in free]
-    pairs = zip(facts, inputs, strict=True)
-    facts = [x if degrees.is_inexact(y.aval) else degrees.ANY for x, y in pairs]
-    program = interpret.excerpt(inputs, results, eqns)
-    how: Any = {"constant": degrees.of_constant}
-    facts = interpret.flow(program, facts, _transfer, degrees.shared, 0.0, **how)
-    return degrees.NONE in facts or any(isinstance(x, float) and x != 1 for x in facts)
+    program = interpret.excerpt([*free, *backward], results, eqns)
+    known = [0.0 if x in constants else degrees.FREE for x in free]
+    results = degrees.degrees(program, known, _transfer)
+    return degrees.NONE in results or any(isinstance(x, float) and x != 1 for x in results)
 
 
 def _recorded(x: object) -> Any:

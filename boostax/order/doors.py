@@ -46,11 +46,9 @@ def of_chain(
 
 def of_loop(who: str, opt_state: PyTree, tx: optax.GradientTransformation | None = None) -> None:
     """Check the chain of a loop, or the order of the states if the chain is not known."""
-    structure = jax.tree.structure(opt_state)
-    if tx is not None:
-        return _report(who, "tx", _known(tx)[0], structure)
-    rows = parts.rows(parts.of_state(opt_state))
-    return _report(who, "opt_state", [*orders(rows, True)], structure)
+    rows = () if tx is not None else parts.rows(parts.of_state(opt_state))
+    new = orders(rows, bound=True) if tx is None else _known(tx)[0]
+    _report(who, "opt_state" if tx is None else "tx", new, jax.tree.structure(opt_state))
 
 
 def _known(

@@ -12,7 +12,7 @@ import optax
 
 from boostax._core import checks
 from boostax._core.axes import UNNAMED
-from boostax.order.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, read, rows, sign
+from boostax.order.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, read, rows, sign, table
 
 
 class Finding(NamedTuple):
@@ -34,11 +34,6 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why} {self.fix}"
-
-
-_WORDS = checks.table("boostax.order", "orders")
-# The roles behind each name for several roles in ``orders.toml``.
-_SEVERAL = checks.table("boostax.order", "roles")["several"]
 
 
 def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> list[Finding]:
@@ -65,10 +60,11 @@ def orders(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
 def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
     """Return the texts for a part ``"after"`` or ``"inside"`` another part, by both roles."""
     texts: dict[tuple[str, str], tuple[str, str, bool]] = {}
-    for group in _WORDS[where]:
+    several = table()["several"]
+    for group in checks.table("boostax.order", "orders")[where]:
         for *names, why in group["pairs"]:
             text = group.get("why", "") + why, group["fix"], group.get("certain", False)
-            roles = [[r for x in y.split(" | ") for r in _SEVERAL.get(x, (x,))] for y in names]
+            roles = [[r for x in y.split(" | ") for r in several.get(x, (x,))] for y in names]
             for pair in itertools.product(*roles):
                 texts.setdefault(pair, text)
     return texts
@@ -77,7 +73,7 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
 def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
     """Apply the rules to pairs of parts; two reductions are a pair only if they share an axis."""
     for a, b in pairs:
-        if {a.role, b.role} <= {*_SEVERAL["reducing"]} and not set(a.axes) & set(b.axes):
+        if {a.role, b.role} <= {*table()["several"]["reducing"]} and not set(a.axes) & set(b.axes):
             continue
         if (a.role, b.role) in rules(where):
             why, fix, certain = rules(where)[a.role, b.role]
@@ -88,7 +84,7 @@ def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
 
 def finding(setting: str, **names: str) -> Finding:
     """Return the finding for a setting, with the text of ``orders.toml``."""
-    entry = _WORDS["settings"][setting]
+    entry = checks.table("boostax.order", "orders")["settings"][setting]
     texts = {field: entry[field].format(**names) for field in ("what", "why", "fix")}
     return Finding(**texts, certain=entry.get("certain", False))
 
@@ -112,7 +108,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
             yield finding("without_axis", name=name, axes=", ".join(map(repr, sorted(missing))))
         # The gate receives only some of the params.
-        if row.masks and row.role in _SEVERAL["holds"]:
+        if row.masks and row.role in table()["several"]["holds"]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
             yield finding(setting, name=name, mask=row.masks[-1])
         # The compressed reduction discards values that it does not send.
@@ -156,7 +152,7 @@ def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
         yield finding("half_without_scaler")
     if all(row.role != UNKNOWN for row in parts):
-        reducing = (*_SEVERAL["reducing"], "subspace")
+        reducing = (*table()["several"]["reducing"], "subspace")
         reduced = {axis for row in parts if row.role in reducing for axis in row.axes}
         reduced |= set(step.names) if UNNAMED in reduced else set()
         for axis in (axis for axis in step.names if axis not in reduced):

@@ -45,6 +45,8 @@ REDUCTIONS = ("mean", "adasum", "compressed")
 CLIPS = ("norm clip", "clip")
 MEMORIES = ("momentum", "moments")
 
+table = functools.partial(checks.table, "boostax.order", "roles")
+
 # Optax's combinators that pass only some of the params on.
 _MASKS = ("masked", "partition")
 
@@ -133,7 +135,7 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
         return (_HIDDEN,)
     inside = [_injected(values)] if name == "inject_hyperparams" else values.values()
     parts = tuple(read(tx) for tx in inside if isinstance(tx, optax.GradientTransformation))
-    return parts or (_HIDDEN,) * (name in _table()["wrappers"].split())
+    return parts or (_HIDDEN,) * (name in table()["wrappers"].split())
 
 
 def _injected(values: Mapping[str, Any]) -> object:
@@ -167,17 +169,11 @@ def of_state(state: PyTree) -> Part:
     name = type(state).__name__.removesuffix("State").replace("GC", "gc")
     words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
     part = Part(words.lower(), package, "", inner=inner, parallel=words == "Partition")
-    roles = [x for x, names in _table()["states"].items() if part.name in names.split()]
+    roles = [x for x, names in table()["states"].items() if part.name in names.split()]
     if package != "boostax" or not roles:
         return part
     description = Description(part.name, "", roles[0], (), {}, False)
     return dataclasses.replace(part, description=description)
-
-
-@functools.cache
-def _table() -> Mapping[str, Any]:
-    """Return the table of Optax's factories."""
-    return checks.table("boostax.order", "roles")
 
 
 def role(part: Part) -> str:
@@ -189,7 +185,7 @@ def role(part: Part) -> str:
     if part.name == "inject_hyperparams" and part.inner:
         return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
     default = "moments" if part.name.startswith("scale_by_") else UNKNOWN
-    roles = (role for role, names in _table()["optax"].items() if part.name in names.split())
+    roles = (role for role, names in table()["optax"].items() if part.name in names.split())
     return next(roles, default)
 
 

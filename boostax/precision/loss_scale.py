@@ -424,13 +424,7 @@ def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: i
     )
     got = "gradients of a loss that was not multiplied"
     checks.require(bool(marks), who, "gradients", got, allowed, hint)
-    got = "gradients that were clipped, decayed or changed otherwise"
-    allowed = "gradients of the backward pass, after casts, constant factors and means alone"
-    hint = (
-        "The loss scale still multiplies these gradients, so a bound or decay has another meaning "
-        f"at every scale: write {who}(optax.chain(optax.clip_by_global_norm(1.0), ...))."
-    )
-    checks.require(not history.is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
+    history.require_linear(who, grads, params)
     is_valid = groups == 1 or any(m.crossed for m in marks)
     allowed = "a function that uses the scales of the groups"
     hint = "Call boostax.precision.scale_boundary(x, scales, outer, inner) on edges between groups."

@@ -447,11 +447,11 @@ class Oracle(Generic[Value, Params, Grads]):
         self.check(program, trained)
         operations = (eqn.primitive.name for eqn, _ in interpret.equations(program.jaxpr))
         if watch is not None and interpret.CUSTOM[1] in operations:
-            from boostax._core import degrees
+            from boostax.train import backward_rules
 
             # A keyword argument may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
-            watch(degrees.nonlinear(program, sure))
+            watch(backward_rules.nonlinear(program, sure))
         return replay(trained)
 
     def _loss(self, params: PyTree, batch: PyTree, kwargs: Kwargs) -> jax.Array:
