@@ -58,7 +58,7 @@ def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     program = interpret.excerpt([*free, *backward], results, eqns)
     known = [0.0 if x in constants else degrees.FREE for x in free]
     results = degrees.degrees(program, known, _transfer)
-    return degrees.NONE in results or any(isinstance(x, float) and x != 1 for x in results)
+    return any(x not in (1.0, degrees.ANY, degrees.FREE, degrees.UNKNOWN) for x in results)
 
 
 def _recorded(x: object) -> Any:
