@@ -89,8 +89,7 @@ def nearest(x: jax.Array) -> jax.Array:
     NaN is returned with another payload, because an addition to the bits of a NaN could change the
     sign or result in infinity.
     """
-    upper = _float(((_bits(x) + _HALF) >> 16) << 16)
-    return jnp.where(jnp.isnan(x), x, upper).astype(jnp.bfloat16)
+    return jnp.where(jnp.isnan(x), x, _float(((_bits(x) + _HALF) >> 16) << 16)).astype(jnp.bfloat16)
 
 
 def remainder(x: jax.Array, high: jax.Array) -> jax.Array:
