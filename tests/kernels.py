@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -83,7 +82,7 @@ def main():
         return run(*args, interpret=True)
 
     kernel.apply = interpreted
-    mlir.register_lowering(entries.primitive(), entries._on_tpu, platform="cpu")
+    jax.interpreters.mlir.register_lowering(entries.primitive(), entries._on_tpu, platform="cpu")
     jax.clear_caches()
     for case, wanted in zip(CASES, plain, strict=True):
         calls.clear()

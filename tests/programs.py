@@ -65,8 +65,7 @@ def trained(case, index):
     """A train step with whole or sharded params."""
 
     def loss(params, x):
-        hidden = jnp.tanh(x @ params["w"])
-        return jnp.mean(jnp.square(hidden @ params["b"].reshape(4, 2)))
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["w"]) @ params["b"].reshape(4, 2)))
 
     where = _mapped.placements(8, 1, AxisType.Auto)[2 * (index % 2)]
     options = {"mesh": where.mesh, "axis_name": "data"}

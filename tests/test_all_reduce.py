@@ -14,7 +14,6 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from reducing import correlated, mapped, mesh_of, reduced, sends, updating
 
@@ -114,7 +113,7 @@ def test_a_half_wire_is_an_all_to_all_and_an_all_gather_of_each_leaf_and_of_a_pa
 def test_what_gloo_would_send_leaf_by_leaf_is_one_message(kind, monkeypatch):
     """Whole leaves are packed, and shards go to their owners in the messages of a ring."""
     sizes = {"replica": 2, "data": 4} if kind == "HSDP" else {"data": 8}
-    mesh = mesh_of(AxisType.Auto, **sizes)
+    mesh = mesh_of(jax.sharding.AxisType.Auto, **sizes)
     params = {f"w{i}": jnp.full((16, 16), 0.1 * i) for i in range(4)}
     specs = jax.tree.map(lambda _: P(None, "data") if "S" in kind else P(), params)
     loss = lambda params, x: sum(jnp.mean((x @ w) ** 2) for w in params.values())  # noqa: E731

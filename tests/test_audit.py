@@ -31,8 +31,6 @@ from boostax.__main__ import main
 from boostax.auditing import collectives, hlo, targets
 from boostax.auditing.collectives import compiled_collectives
 from boostax.auditing.command import without_compiler_logs
-from boostax.auditing.network import Network
-from boostax.auditing.traffic import traffic
 
 WIDTH, LAYERS = 64, 4
 PARAMS = {f"layer{i}": jnp.full((WIDTH, WIDTH), 0.01) for i in range(LAYERS)}
@@ -104,8 +102,7 @@ EACH_CALL = {
 @pytest.mark.parametrize("form", EACH_CALL)
 @pytest.mark.parametrize("around", [scaled, lambda tx: tx], ids=["scaled", "bare"])
 def test_a_reduction_outside_a_window_counts_in_each_call(mesh, form, around):
-    inside = optax.chain(*[reduce] * (form == "sharded sums"), optax.sgd(0.1))
-    tx = around(EACH_CALL[form](inside))
+    tx = around(EACH_CALL[form](optax.chain(*[reduce] * (form == "sharded sums"), optax.sgd(0.1))))
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
     found = boostax.audit(step, step.init(PARAMS), jnp.ones((16, WIDTH)), calls=8)
     assert found.reductions == pytest.approx(8, abs=0.1)
@@ -401,7 +398,7 @@ def test_advice_is_what_reached_the_loss_first_on_record():
     assert network_losses.ADVICE.read_text() == network_losses.advice(sections)
     rows = next(rows for title, rows in sections.items() if "the mean's last" in title)
     name = network_losses.fastest(rows, "100mbit")
-    said = Network.of("90Mbit").advice
+    said = boostax.auditing.network.Network.of("90Mbit").advice
     assert "at 100 Mbit/s" in said and f": {network_losses.CALLS[name]} reached" in said
 
 
@@ -549,11 +546,11 @@ def test_a_transfer_carried_by_several_fusions_is_one():
 
 def test_vector_memory_is_no_traffic():
     """Of a TPU: what a copy brings there is read once."""
-    assert traffic(written("vector_memory")).most == 2 * 4096
+    assert boostax.auditing.traffic.traffic(written("vector_memory")).most == 2 * 4096
 
 
 def test_branches_are_the_cheapest_and_the_dearest_way():
-    assert traffic(written("branches")) == (0.0, 2 * 256.0, 0.0)
+    assert boostax.auditing.traffic.traffic(written("branches")) == (0.0, 2 * 256.0, 0.0)
 
 
 def test_sums_follow_branches_in_branches_and_the_turns_of_loops_around_them():
@@ -565,7 +562,7 @@ def test_sums_follow_branches_in_branches_and_the_turns_of_loops_around_them():
     assert small.executions == 5 and small.loops == ("w",)
     assert small.branches == ("outer:0", "inner:1") and again.branches == ("outer:1", "inner:1")
     assert small.caller.instruction.name == "inner" and small.caller.caller.computation == "body"
-    assert traffic(parsed) == (0.0, 5 * 2 * 256.0, 0.0)
+    assert boostax.auditing.traffic.traffic(parsed) == (0.0, 5 * 2 * 256.0, 0.0)
 
 
 # Errors.
@@ -686,8 +683,7 @@ def test_no_limit_passes_what_is_not_known(command):
     assert json.loads(told.out, parse_constant=pytest.fail)["flops"] is None
 
 
-a_step = lambda params, batch: params - batch.sum()  # noqa: E731
-jitted = jax.jit(a_step)
+jitted = jax.jit(lambda params, batch: params - batch.sum())
 
 
 @pytest.mark.parametrize("step", ["a_step", "jitted"])

@@ -16,7 +16,6 @@ from training import walk
 
 import boostax
 import boostax.nnx
-from boostax import states
 from boostax._core import trees
 from boostax.train.resharding import as_saved, resharded
 
@@ -106,18 +105,18 @@ def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
 def test_it_is_muon_in_a_mapped_function(mode):
     params, replicas = matrices(9), jax.device_count()
     tx = boostax.by_shape(muon(), axis_name="data")
-    state = states.stack_replicas(tx.init(params), replicas)
+    state = boostax.states.stack_replicas(tx.init(params), replicas)
 
     def step(params, state, grads):
         return boostax.apply_gradients(tx, grads, state, params)
 
     if mode in ("checked", "unchecked"):
-        specs = states.state_specs(tx, params, axis_name="data")
+        specs = boostax.states.state_specs(tx, params, axis_name="data")
 
         def local(params, state, grads):
             one = jax.tree.map(lambda g: g[0], grads)
-            params, state = step(params, states.enter_replica(state), one)
-            return params, states.leave_replica(state)
+            params, state = step(params, boostax.states.enter_replica(state), one)
+            return params, boostax.states.leave_replica(state)
 
         given = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs)}
         check = {"check_vma": mode == "checked"}

@@ -17,7 +17,6 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 
@@ -335,17 +334,17 @@ GRADS = jax.tree.map(lambda pair: jnp.asarray(pair[0]), SHARDED, is_leaf=is_pair
 SPECS = jax.tree.map(lambda pair: pair[1], SHARDED, is_leaf=is_pair)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_sharded_leaves_under_plain_jit(kind):
     mesh = mesh_of(kind, data=2, fsdp=4)
     with jax.set_mesh(mesh):
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
+        shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), SPECS)
         grads = jax.device_put(GRADS, shardings)
         tx = centralize_gradients(multiple_of=2)
         step = jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])
         got = step(grads)
         chex.assert_trees_all_close(got, update(tx, GRADS), atol=5e-7)
-        if kind == AxisType.Explicit:
+        if kind == jax.sharding.AxisType.Explicit:
             same = lambda x, s: x.sharding.is_equivalent_to(s, x.ndim)  # noqa: E731
             assert all(jax.tree.leaves(jax.tree.map(same, got, shardings)))
         text = step.lower(grads).compile().as_text()

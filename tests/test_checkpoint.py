@@ -22,7 +22,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 
@@ -154,11 +153,11 @@ def test_a_restored_state_is_donated_like_a_fresh_one(tmp_path, how):
     assert reused(restored)[0] == fresh and len(fresh) > 0.9 * len(buffers(state))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_sharded_leaves_come_back_on_another_number_of_devices(tmp_path, kind):
     def place(count):
         mesh = mesh_of(kind, data=count)
-        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+        put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
         return {"split": put(jnp.arange(32.0).reshape(8, 4), "data"), "whole": put(jnp.arange(3.0))}
 
     with Checkpointer(tmp_path) as checkpointer:

@@ -22,7 +22,6 @@ from lanes import lanes
 import boostax
 from boostax import testing
 from boostax.__main__ import main
-from boostax.config import keys
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
@@ -230,7 +229,7 @@ def test_the_place_of_a_codec_is_named():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     where = r"of `\[order\]` in `boostax/config/order.toml` \|"
     (key,) = re.findall(rf"\| a reduction \| `(\w+)` {where}", text)
-    assert keys.PARTS[key]["int8"] is boostax.int8_reduce
+    assert boostax.config.keys.PARTS[key]["int8"] is boostax.int8_reduce
 
 
 SENTENCES = tomllib.loads(located("boostax/names.toml").read_text("utf8"))

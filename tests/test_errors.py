@@ -17,9 +17,7 @@ from recorded import plain
 
 import boostax
 from boostax import model, precision, reduce, subspace
-from boostax.config import dictionary
 from boostax.model import layouts
-from boostax.precision import formats
 from boostax.precision.flax import apply_policy
 from boostax.precision.store import Moments
 from boostax.subspace.dim_reduce import RULES, RuleName
@@ -199,8 +197,8 @@ def test_a_misspelt_word_is_refused_with_those_that_a_checker_knows(function, ar
     assert any(all(repr(word) in message for word in known) for message in messages)
 
 
-TABLES = [(Moments, formats.FORMATS), (layouts.LayoutName, layouts.LAYOUTS)]
-TABLES += [(RuleName, RULES), (dictionary.Level, dictionary.LEVELS)]
+TABLES = [(Moments, boostax.precision.formats.FORMATS), (layouts.LayoutName, layouts.LAYOUTS)]
+TABLES += [(RuleName, RULES), (boostax.config.dictionary.Level, boostax.config.dictionary.LEVELS)]
 
 
 @pytest.mark.parametrize(("literal", "table"), TABLES)

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from lanes import lanes, spread
 from memory import temporary_bytes
 from reducing import in_turn, mesh_of
@@ -517,7 +516,7 @@ def test_a_chain_freezes_in_one_program_over_sharded_params_and_state(kind):
     mesh = mesh_of(kind, data=2, model=2)
     wave = lambda *shape: jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape) / 10  # noqa: E731
     params = {"a": wave(16, 16), "b": wave(16, 16), "c": wave(16, 4)}
-    params = jax.device_put(params, NamedSharding(mesh, P(None, "model")))
+    params = jax.device_put(params, NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model")))
     loss = lambda p, x: jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]) ** 2)  # noqa: E731
     chain = optax.chain(boostax.all_reduce("data"), optax.clip_by_global_norm(1.0), optax.adam(0.1))
     tx = boostax.scheduled_freeze(chain, {"a": 0, "b": 1, "c": 2}, [0, 1, 2])
@@ -595,10 +594,9 @@ def trajectory(inner, told):
 
 
 # With sums over leaves, factored moments, leaves that are mixed, and effects.
-QUICK = ("clipped adamw", "adafactor", "mixing", "printing")
 
 
-@pytest.mark.parametrize("name", lanes(INNER, QUICK))
+@pytest.mark.parametrize("name", lanes(INNER, ("clipped adamw", "adafactor", "mixing", "printing")))
 def test_one_program_for_all_depths_does_what_each_of_them_does(name):
     found, expected = (trajectory(INNER[name](), told) for told in (False, True))
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)

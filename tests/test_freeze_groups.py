@@ -293,8 +293,7 @@ def scanned(p, x):
 
 def experts(p, x):
     """Weights chosen by data are read where they are chosen."""
-    w = lax.switch(x.sum().astype(int) % 2, [lambda: p["x"], lambda: p["y"]])
-    return x @ p["a"] @ w
+    return x @ p["a"] @ lax.switch(x.sum().astype(int) % 2, [lambda: p["x"], lambda: p["y"]])
 
 
 def repeated(p, x):

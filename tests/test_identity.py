@@ -10,9 +10,7 @@ import pytest
 from lanes import lanes
 
 import boostax
-from boostax._core import trees
 from boostax.testing import drawn
-from boostax.train.compiled import asked
 
 # Beside ``learning_rate=1e-2``, or in its place.
 SETTINGS = {
@@ -76,10 +74,10 @@ def objective(params):
 
 def trained(tx, dtype, wide, steps=3):
     """Params after some steps; ``wide`` keeps the optimizer in f32 by hand."""
-    names = asked(tx)
+    names = boostax.train.compiled.asked(tx)
     given = {"value": jnp.float32(2.0)} if "value" in names else {}
     given |= {"obj_fn": objective} if "obj_fn" in names else {}
-    up = trees.at_least_float32 if wide else lambda tree: tree
+    up = boostax._core.trees.at_least_float32 if wide else lambda tree: tree
 
     @jax.jit
     def step(params, state, grads):

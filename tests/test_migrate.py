@@ -18,7 +18,6 @@ from lanes import lanes
 from recorded import plain
 
 import boostax
-from boostax import states
 from boostax.config.migrate import migrate_state
 from boostax.testing import drawn
 
@@ -375,7 +374,7 @@ OLD = {
 @pytest.mark.parametrize(("new", "old"), [(new, x) for new in OLD for x in OLD[new].split()])
 def test_a_field_is_read_by_its_name_of_0_3(new, old):
     layers = getattr(sys.modules.get("boostax.layers.release"), "LayersState", None)
-    for cls in [x for x in (*vars(states).values(), layers) if hasattr(x, "_fields")]:
+    for cls in [x for x in (*vars(boostax.states).values(), layers) if hasattr(x, "_fields")]:
         assert old not in cls._fields
         if new in cls._fields:
             expected = cls(*map(jnp.int32, range(len(cls._fields))))

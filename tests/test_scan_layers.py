@@ -17,8 +17,6 @@ from reducing import mesh_of
 from training import follow
 
 import boostax
-from boostax.checkpoint import Checkpointer
-from boostax.layers.release import LayersState
 from boostax.train import Layers, scan_layers
 
 COUNT, WIDTH, WORDS, ROWS = 4, 16, 32, 16
@@ -395,10 +393,10 @@ def test_a_layer_whose_gradient_overflows_is_skipped_alone(place, tmp_path):
     marks = jnp.zeros(ROWS).at[0].set(1)
     good, bad = (next(batches()) | {"bad": mark} for mark in (0 * marks, marks))
     state, _ = step(state, good)
-    with Checkpointer(tmp_path) as checkpointer:
+    with boostax.checkpoint.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         other, _ = checkpointer.restore(step.init(first_params()))
-    assert isinstance(other.opt_state, LayersState)
+    assert isinstance(other.opt_state, boostax.layers.release.LayersState)
     assert_same(jax.device_get(other), jax.device_get(state))
     expected = jax.device_get(step(other, good)[0])
     before = jax.device_get(state)

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 import reference
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 from training import follow, own_step
@@ -141,7 +140,7 @@ def by_a_step(tx, mesh, calls=3):
 
 
 def on_global_arrays(tx, mesh, calls=3):
-    params = jax.device_put(narrow(), NamedSharding(mesh, P()))
+    params = jax.device_put(narrow(), jax.sharding.NamedSharding(mesh, P()))
     tx = boostax.on_mesh(tx, params, axis_name=mesh.axis_names)
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=mesh.axis_names)
     step, state = own_step(tx, oracle), tx.init(params)

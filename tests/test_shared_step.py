@@ -17,7 +17,6 @@ from reducing import mesh_of
 from training import follow, losses_of
 
 import boostax
-from boostax._core.gate import gate_of
 
 AXIS = "data"
 DEVICES = 8
@@ -85,7 +84,7 @@ def trained(tx, share, steps=6, **options):
     # One batch overflows: a scaler skips it, which leaves a window open.
     sizes = (1e38 if i == 3 and "scale" in str(tx) else 1 for i in range(steps))
     state, told = follow(step, step.init(initial()), itertools.starmap(batch, enumerate(sizes)))
-    return step, step.flush(state) if gate_of(tx) else state, losses_of(told)
+    return step, step.flush(state) if boostax._core.gate.gate_of(tx) else state, losses_of(told)
 
 
 def assert_near(left, right):

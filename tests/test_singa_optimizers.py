@@ -13,7 +13,6 @@ import optax
 import pytest
 from conformance import singa
 from conformance.singa import SGD, AdaGrad, Adam, RMSProp, constant, exponential_decay
-from optax import tree_utils
 
 import boostax
 
@@ -222,7 +221,7 @@ def test_a_run_of_singas_goes_on_in_optax(name):
     with jax.enable_x64(True):
         params, late = cast((middle, late), "float64")
         state = set_states(tx.init(params), states)
-        counters = [value for _, value in tree_utils.tree_get_all_with_path(state, "count")]
+        counters = [value for _, value in optax.tree_utils.tree_get_all_with_path(state, "count")]
         assert all(int(counter) == 7 for counter in counters)
         history, _, _ = optax_run(tx, params, state, late)
         assert_near(jax.device_get(history), expected, 1e-12)

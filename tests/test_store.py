@@ -71,8 +71,7 @@ HALVES = {
 def test_a_rest_is_the_distance_in_bits_or_0_where_it_does_not_fit(rounding):
     """Of a param that others rounded, too: a tie to even lies one bit beyond the range of i16."""
     low = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    bits = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16) + low
-    x = bits.ravel().view(np.float32)
+    x = ((np.arange(1 << 16, dtype=np.uint32)[:, None] << 16) + low).ravel().view(np.float32)
     x = x[~np.isnan(x)]
     high = HALVES[rounding](jnp.asarray(x))
     wide = np.asarray(high).view(np.uint16).astype(np.uint32) << 16

@@ -130,8 +130,7 @@ def unfair(lines, ours, instead):
     """What rows lack that quote a record: the rival of the same table, or the error."""
     found, rivals = [], []
     for line in lines:
-        cut = line.strip("|").split("|")
-        if cut[instead[-1]].strip() != "the same":
+        if line.strip("|").split("|")[instead[-1]].strip() != "the same":
             rivals = quotes(line, instead)
         for path in quotes(line, [ours]):
             beside = [other for other in rivals if other[:2] == path[:2]]

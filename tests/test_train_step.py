@@ -32,8 +32,7 @@ def token_batch(rows, seed=0):
 
 
 def squares(params, batch):
-    out = jnp.tanh(batch["x"] @ params["w"] + params["b"])
-    return jnp.sum((out - batch["y"]) ** 2, axis=-1)
+    return jnp.sum((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2, axis=-1)
 
 
 def token_loss(params, batch):

@@ -15,7 +15,6 @@ from recorded import load_arrays
 
 from . import ours
 
-CLOSE = 1e-5
 PYTHON = pathlib.Path(__file__).parents[2] / ".peers" / "mindspore" / "bin" / "python"
 THEIRS = pathlib.Path(specs.__file__).with_name("mindspore_programs.py")
 
@@ -72,7 +71,7 @@ def judged(spec, told, arrays, folder):
     except ValueError as error:
         return Outcome("different", np.inf, str(error))
     gap, other = gaps(spec, told["params"], arrays, found)
-    if other or gap <= CLOSE:
+    if other or gap <= 1e-5:
         return Outcome("different" if other else "equal", gap, other)
     if (cause := specs.cause(spec)) and cause in " ".join(notes):
         return Outcome("note", gap, cause)

@@ -9,13 +9,12 @@ import optax
 import several_processes as example
 
 import boostax
-from boostax.checkpoint import Checkpointer
 
 # The sums of gradients are compared with float64.
 example.POLICY = "O0"
 
 
-class Within(Checkpointer):
+class Within(boostax.checkpoint.Checkpointer):
     """Saves with so many micro-batches in the open window alone; with any if that is 0."""
 
     def save(self, step, state, meta=None):
