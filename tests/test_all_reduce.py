@@ -248,12 +248,10 @@ def test_the_way_through_a_step_is_short(mesh, monkeypatch):
     """Scaler, window, reduction and AdamW in a step of a new object, traced once more."""
     monkeypatch.delitem(sys.modules, "jax.experimental.sparse", raising=False)
     tx = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-3))
-    tx = boostax.accumulate(tx, 4, axis_name="data")
-    tx = boostax.dynamic_loss_scale(tx, axis_name="data")
-    params = {"a": {"w": jnp.ones((16, 16))}, "b": {"w": jnp.ones((16, 4))}}
+    tx = boostax.dynamic_loss_scale(boostax.accumulate(tx, 4, axis_name="data"), axis_name="data")
     loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]["w"]) @ p["b"]["w"]) ** 2)  # noqa: E731
     make = lambda: boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")  # noqa: E731
-    state = make().init(params)
+    state = make().init({"a": {"w": jnp.ones((16, 16))}, "b": {"w": jnp.ones((16, 4))}})
     trace = lambda: make().jaxpr(state, jnp.ones((16, 16)))  # noqa: E731
     trace()
     require_short(followed(trace)[1], 1500, 24)

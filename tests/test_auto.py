@@ -362,8 +362,7 @@ def by_hand(axis):
     """What the configuration below is, written out."""
     parts = [] if axis is None else [boostax.adasum(axis)]
     parts += [boostax.centralize_gradients(), optax.clip_by_global_norm(0.5), optax.adamw(1e-2)]
-    tx = optax.chain(*parts)
-    tx = boostax.accumulate(tx, 2, axis_name=axis)
+    tx = boostax.accumulate(optax.chain(*parts), 2, axis_name=axis)
     tx = boostax.dynamic_loss_scale(tx, init_scale=2.0**10, axis_name=axis)
     schedule = boostax.freeze_schedule("interval", total_steps=8, frozen_fraction=0.5)
     groups = boostax.freeze.prefix_groups(mlp(), 2)

@@ -9,7 +9,7 @@ import processes
 import pytest
 from check_replicas import PARAMS, batch_of, flipped, flipped_somewhere, loss_fn, optimizer
 from jax.sharding import PartitionSpec as P
-from training import follow
+from training import follow, own_step
 
 import boostax
 from boostax.precision import check_replicas, raise_if_diverged, replicas
@@ -114,18 +114,13 @@ def test_a_shard_is_compared_with_its_copies(place):
 @pytest.mark.parametrize("checks", [True, False])
 def test_in_a_mapped_function_of_ones_own(mesh, checks):
     tx = check_replicas(optax.chain(boostax.all_reduce("data"), optax.adam(1e-2)), axis_name="data")
-    grad_fn = boostax.value_and_grad(loss_fn, axis_name="data")
-
-    def each(params, state, batch):
-        _, grads = grad_fn(params, state, batch)
-        return boostax.apply_gradients(tx, grads, state, params)
-
+    each = own_step(tx, boostax.value_and_grad(loss_fn, axis_name="data"))
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
     step = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=checks, **specs))
     put = lambda tree: jax.device_put(tree, jax.sharding.NamedSharding(mesh, P()))  # noqa: E731
-    params, state = step(put(PARAMS), put(tx.init(PARAMS)), batch_of(0))
+    params, state, _ = step(put(PARAMS), put(tx.init(PARAMS)), batch_of(0))
     assert state.applied and state.compared == 8
-    _, held = step(params | {"w": flipped(params["w"], 7, 2, 3)}, state, batch_of(1))
+    _, held, _ = step(params | {"w": flipped(params["w"], 7, 2, 3)}, state, batch_of(1))
     assert not held.applied and held.culprits[0] == 7
 
 

@@ -366,17 +366,17 @@ def test_a_target_with_a_number_is_refused(copied):
 def test_a_target_that_orbax_cannot_compare_is_not_called_damage(copied):
     with Checkpointer(copied) as checkpointer:
         fails = mock.Mock(side_effect=IndexError("tuple index out of range"))
-        with mock.patch.object(checkpointer._manager, "restore", fails):
-            with pytest.raises(RuntimeError, match=r"20 in .* cannot be read: .* the classes that"):
-                checkpointer.restore(make_state())
+        error = pytest.raises(RuntimeError, match=r"20 in .* cannot be read: .* the classes that")
+        with mock.patch.object(checkpointer._manager, "restore", fails), error:
+            checkpointer.restore(make_state())
 
 
 def test_a_save_that_failed_in_the_background_is_reported(copied):
     with Checkpointer(copied) as checkpointer:
         full = mock.Mock(side_effect=OSError("no space left on device"))
-        with mock.patch.object(checkpointer._manager, "wait_until_finished", full):
-            with pytest.raises(RuntimeError, match="no space left"):
-                checkpointer.save(30, make_state())
+        error = pytest.raises(RuntimeError, match="no space left")
+        with mock.patch.object(checkpointer._manager, "wait_until_finished", full), error:
+            checkpointer.save(30, make_state())
         assert checkpointer.latest() == 20
 
 

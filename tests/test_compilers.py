@@ -287,10 +287,9 @@ def test_no_collective_of_a_train_step_is_missed_or_counted_twice(name, target):
     """
     model, mesh = SMALL, cases.mesh_of(target)
     step = boostax.make_train_step(model.loss, STEPS[name](), mesh=mesh, axis_name=AXIS)
-    given = step.init(model.params), model.batch(64)
     chain = cases.reduction(STEPS[name](), target, model.params)
     declared = sum(c.wire_bytes for c in costs.collectives(*chain)) + 2 * 7 / 8 * 4
-    found = boostax.audit(step, *given, target=target)
+    found = boostax.audit(step, step.init(model.params), model.batch(64), target=target)
     print(f"{name}: {found.wire_bytes.most / declared:.6f} of the traced bytes")
     exchanged = [c for c in found.collectives if c.does == "all-to-all" and c.dtypes == ("bf16",)]
     saved = sum(c.executions * c.bytes * 7 / 8 for c in exchanged)

@@ -324,10 +324,6 @@ def test_a_python_number_among_the_arguments_of_jit_is_named(mesh):
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
     tx = boostax.on_mesh(tx, {"w": w, "rate": 2.0}, axis_name="data")
     fn = boostax.value_and_grad(lambda p, x: jnp.mean(p["rate"] * p["w"] * x), mesh=mesh)
-
-    @jax.jit
-    def step(params, state, x):
-        return boostax.apply_gradients(tx, fn(params, state, x)[1], state, params)
-
+    step = own_step(tx, fn)
     with pytest.raises(ValueError, match=r"got another, 'rate'.*number that jit.*jnp\.asarray"):
         step({"w": w, "rate": 2.0}, tx.init({"w": w}), jnp.ones((8, 2)))

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes, spread
 from reducing import mesh_of
-from training import follow
+from training import follow, own_step
 
 import boostax
 from boostax.train import Layers, scan_layers
@@ -206,16 +206,10 @@ def in_own_loop(place, layers, named, kind=AxisType.Auto):
     tx = optax.chain(boostax.all_reduce(), optax.adamw(1e-3))
     tx = boostax.on_mesh(tx, params, axis_name=axis, layers=layers)
     how = {"layers": tx} if named else {}
-    grad_fn = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=axis, **how)
-
-    @jax.jit
-    def step(params, state, batch):
-        _, grads = grad_fn(params, state, batch)
-        return boostax.apply_gradients(tx, grads, state, params)
-
+    step = own_step(tx, boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=axis, **how))
     state = tx.init(params)
     for batch in batches():
-        params, state = step(params, state, batch)
+        params, state, _ = step(params, state, batch)
     return jax.device_get(params)
 
 

@@ -23,9 +23,7 @@ def drawn(kind, shape, seed):
         return np.where(x > 0, np.float32(0.5), np.float32(-0.5))
     if kind == "sparse":
         return np.where(np.abs(x) > 2.5, x, 0)
-    if kind == "wide":
-        return x * np.exp2(rng.integers(-100, 100, shape)).astype(np.float32)
-    return x
+    return x * np.exp2(rng.integers(-100, 100, shape)).astype(np.float32) if kind == "wide" else x
 
 
 @pytest.mark.parametrize("kind", ["distinct", "rounded", "one magnitude", "sparse", "wide"])

@@ -431,13 +431,12 @@ SHARDS = [(LONG, ROWS, False), ((8, 4), ROWS, False), (LONG, P(None, "model"), T
 @pytest.mark.parametrize(("shape", "spec", "whole"), SHARDS)
 def test_shards_in_ones_own_shard_map_have_the_scales_of_their_blocks(shape, spec, whole, check):
     """Defect guarded against: shards met the scales of the whole array, and JAX's errors told."""
-    mesh = mesh_of(model=4)
     tx = store(optax.adam(0.1), moments="log8", least=1)
     params, grads = jnp.ones(shape), some(0, shape)["w"]
     state = tx.init(params)
     specs = boostax.states.state_specs(tx, params, param_specs=spec, axis_name="data")
     places = {"in_specs": (spec, specs, spec), "out_specs": (spec, specs)}
-    step = jax.shard_map(applied(tx), mesh=mesh, check_vma=check, **places)
+    step = jax.shard_map(applied(tx), mesh=mesh_of(model=4), check_vma=check, **places)
     if whole:
         new, state = jax.jit(step)(params, state, grads)
         alone, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)

@@ -279,8 +279,7 @@ def test_any_tree_passes_one_micro_batch_as_in_jax():
 
     x = jnp.float32([1.0, -1.0])
     expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(2.0, x)[0][1]
-    oracle = boostax.value_and_grad(loss, has_aux=True)
-    found = jax.jit(lambda w, x: oracle(w, (), x))(2.0, x)[0][1]
+    found = jax.jit(lambda w, x: boostax.value_and_grad(loss, has_aux=True)(w, (), x))(2.0, x)[0][1]
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert left.dtype == right.dtype and left.shape == right.shape and (left == right).all()

@@ -112,8 +112,9 @@ def test_a_loss_without_scales_is_refused_by_name():
     plain = lambda p, x: jnp.mean((x @ p["w"] @ p["v"]) ** 2)  # noqa: E731
     tx = boostax.precision.group_loss_scale(optax.sgd(0.1), {"w": 0, "v": 1})
     step = boostax.make_train_step(plain, tx)
-    told = r"loss_fn must be a function that takes scales=, .*scale_b"
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises(
+        TypeError, match=r"loss_fn must be a function that takes scales=, .*scale_b"
+    ):
         step(step.init(params), X)
 
     def crossing(p, x, *, scales):

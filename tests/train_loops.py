@@ -19,6 +19,7 @@ from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import own_step
 
 import boostax
 from boostax.testing import Case
@@ -291,18 +292,14 @@ def put_into(loop, case, **how):
 def reference(put, run):
     """The params of every replica after the same training in nobody's loop, under ``vmap``."""
     axis = AXIS if put.replicas > 1 else None
-    tx, loss = put.chain(), boostax.value_and_grad(run.loss, axis_name=axis)
-
-    def step(params, state, batch):
-        _, grads = loss(params, state, batch)
-        return boostax.apply_gradients(tx, grads, state, params)
-
+    tx = put.chain()
+    step = own_step(tx, boostax.value_and_grad(run.loss, axis_name=axis))
     step = jax.jit(jax.vmap(step, axis_name=axis))
     params = jax.tree.map(lambda x: jnp.repeat(x[None], put.replicas, 0), run.params)
     state = jax.vmap(tx.init, axis_name=axis)(params)
     for batch in put.batches:
         split = jax.tree.map(lambda x: x.reshape(put.replicas, -1, *x.shape[1:]), batch)
-        params, state = step(params, state, split)
+        params, state, _ = step(params, state, split)
     return params
 
 
