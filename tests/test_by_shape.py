@@ -179,11 +179,6 @@ def hyperparameters():
     return optax.inject_hyperparams(optax.contrib.muon)(learning_rate=rate, weight_decay=0.1)
 
 
-def partitioned_by_shape():
-    reduced = lambda rate: optax.chain(boostax.all_reduce(), optax.adam(rate))  # noqa: E731
-    return partitioned(lambda: boostax.by_shape(muon()), reduced)
-
-
 WRAPPED = {
     "around hyperparameters": hyperparameters,
     "around Adafactor": functools.partial(optax.adafactor, 0.1, min_dim_size_to_factor=2),
@@ -195,7 +190,9 @@ WRAPPED = {
 @pytest.mark.parametrize("name", ["in a partition", *WRAPPED])
 def test_it_is_the_optimizer_that_it_wraps(name):
     alone = WRAPPED.get(name, partitioned)
-    tx = boostax.by_shape(alone()) if name in WRAPPED else partitioned_by_shape()
+    reduced = lambda rate: optax.chain(boostax.all_reduce(), optax.adam(rate))  # noqa: E731
+    apart = partitioned(lambda: boostax.by_shape(muon()), reduced)
+    tx = boostax.by_shape(alone()) if name in WRAPPED else apart
     params = matrices(6)
     got, _ = on_global_arrays(tx, placed(params, mesh_of(data=4)))
     assert_equal(got, reference(alone, params, 4), 2e-6)

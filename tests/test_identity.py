@@ -28,19 +28,14 @@ SHAPES = {"kernel": (4, 3), "bias": (3,), "scale": (1,)}
 GROUPS, ALL = {"kernel": 0, "bias": 1, "scale": 1}, dict.fromkeys(SHAPES, 0)
 
 
-def optimizers():
-    """Every factory of Optax's and of contrib's that takes a learning rate."""
-    found = {}
-    for module in (optax.contrib, optax):
-        for name, factory in inspect.getmembers(module, inspect.isfunction):
-            parts = name.startswith(("scale_by", "schedule_free")) and name not in SETTINGS
-            takes = "learning_rate" in inspect.signature(factory).parameters
-            if takes and not parts and name not in LEFT_OUT:
-                found[name] = factory
-    return found
-
-
-OPTIMIZERS = optimizers()
+# Every factory of Optax's and of contrib's that takes a learning rate.
+OPTIMIZERS = {
+    name: factory
+    for module in (optax.contrib, optax)
+    for name, factory in inspect.getmembers(module, inspect.isfunction)
+    if "learning_rate" in inspect.signature(factory).parameters and name not in LEFT_OUT
+    if name in SETTINGS or not name.startswith(("scale_by", "schedule_free"))
+}
 
 
 def made(name):

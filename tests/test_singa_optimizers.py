@@ -188,11 +188,6 @@ FIELDS = {"moments": "trace", "running_average": "nu", "history": "sum_of_square
 FIELDS |= {"m": "mu", "v": "nu", "step_counter": "count"}
 
 
-def cut(grads):
-    """Seven steps, and the rest."""
-    return {k: g[:7] for k, g in grads.items()}, {k: g[7:] for k, g in grads.items()}
-
-
 def set_states(state, states):
     """What SINGA's ``get_states`` returned, in an Optax state of dicts of params."""
     values = {FIELDS[name]: value for name, value in states.items()}
@@ -214,7 +209,8 @@ def set_states(state, states):
 def test_a_run_of_singas_goes_on_in_optax(name):
     """Its states are moments by the params' names, and one counter for all schedules."""
     singa, tx = CASES[name]
-    optimizer, (early, late) = singa(), cut(normal(1, STEPS))
+    optimizer, grads = singa(), normal(1, STEPS)
+    early, late = ({k: g[part] for k, g in grads.items()} for part in (np.s_[:7], np.s_[7:]))
     middle = {k: x[-1] for k, x in singa_run(optimizer, normal(0), early).items()}
     states = optimizer.get_states()
     expected = singa_run(optimizer, middle, late)
