@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 
 import boostax
 from boostax.precision import entries, kernel, masters, store

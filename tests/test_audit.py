@@ -22,9 +22,7 @@ import optax
 import pytest
 from flax import nnx
 from harness import sections_of
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P, lax
 
 import boostax
 from boostax.__main__ import main
@@ -183,7 +181,7 @@ def test_wire_bytes_are_those_of_the_jaxpr_and_a_widened_dtype_is_named(mesh):
 
 
 def test_axes_are_named_from_the_groups():
-    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     sums = (("a",), ("b",), ("c",), ("a", "c"), ("b", "c"), ("a", "b", "c"))
 
     def local(x):
@@ -226,7 +224,7 @@ def test_a_scan_reads_its_stack_once():
 
 
 def mapped(local):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     step = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     return jax.jit(step, donate_argnums=0), *placed(mesh, (jnp.ones((WIDTH, WIDTH)), jnp.int32(7)))
 
@@ -286,7 +284,7 @@ def test_the_narrow_branches_are_widened_and_one_is_paid(name):
 @pytest.mark.parametrize("form", ["plain", "remat", "replicated"])
 def test_activations_of_a_sharded_model_are_no_gradients(form):
     """They are reduced over an axis that no batch is sharded over."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     layer = lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None)  # noqa: E731
     loss = lambda w, x: jnp.mean(lax.scan(layer, x, w)[0])  # noqa: E731
     params = [placed(mesh, jnp.ones((2, 16, 64)), None, None, "model")]
@@ -371,7 +369,7 @@ def by_equinox(mesh, x):
 
 
 def on_explicit_axes(mesh, x):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = jax.device_put(np.ones((16, WIDTH), np.float32), NamedSharding(mesh, P("data")))
     w = jax.device_put(np.ones((WIDTH, WIDTH), np.float32), NamedSharding(mesh, P()))
     return jax.jit(lambda w, x: w - jax.grad(lambda w: square(x @ w))(w)), (w, x), None
@@ -602,10 +600,9 @@ def test_a_target_that_is_none_gets_the_machines_that_are_known(target):
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 def program(devices):
-    mesh = Mesh(np.array(devices), ("data",))
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     typed = lambda shape, *spec: jax.ShapeDtypeStruct(
         shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
     def step(w, x):

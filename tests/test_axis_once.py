@@ -116,7 +116,7 @@ def test_the_only_axis_of_a_mesh_need_not_be_named(mesh):
     state = trained(tx, mesh)[1]
     step = boostax.make_train_step(loss, tx, mesh=mesh)
     found = step.init(PARAMS)
-    params = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     placed, gradient = boostax.on_mesh(tx, params), boostax.value_and_grad(loss, mesh=mesh)
 
     own, carry = own_step(placed, gradient), (params, placed.init(params))
@@ -154,7 +154,7 @@ def test_a_gate_behind_the_reduction_in_a_gate_stays_without():
 
 @pytest.mark.parametrize(("part", "axis"), MORE)
 def test_a_window_in_shards_takes_a_plain_mean_alone(part, axis, mesh):
-    placed = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, P()))
+    placed = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     tx = boostax.on_mesh(window(adam(part(axis)), axis, sums="sharded"), placed)
     with pytest.raises(ValueError, match=r"accumulate: sums must be 'local' around all but all_re"):
         tx.init(placed)
@@ -164,7 +164,7 @@ def test_a_jitted_update_is_not_reused_where_nothing_is_bound(mesh):
     tx = boostax.accumulate(adam(boostax.all_reduce()), 1)
     update = jax.jit(tx.update)
     inside = optax.GradientTransformationExtraArgs(tx.init, lambda *args, **_: update(*args))
-    params = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     placed = boostax.on_mesh(inside, params, axis_name="data")
     grads = boostax.PerReplica(jax.tree.map(lambda x: jnp.ones((8, *x.shape)), PARAMS))
     state = placed.init(params)

@@ -337,7 +337,7 @@ SPECS = jax.tree.map(lambda pair: pair[1], SHARDED, is_leaf=is_pair)
 def test_sharded_leaves_under_plain_jit(kind):
     mesh = mesh_of(kind, data=2, fsdp=4)
     with jax.set_mesh(mesh):
-        shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), SPECS)
+        shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), SPECS)
         grads = jax.device_put(GRADS, shardings)
         tx = centralize_gradients(multiple_of=2)
         step = jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])

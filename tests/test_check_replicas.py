@@ -117,7 +117,7 @@ def test_in_a_mapped_function_of_ones_own(mesh, checks):
     each = own_step(tx, boostax.value_and_grad(loss_fn, axis_name="data"))
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
     step = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=checks, **specs))
-    put = lambda tree: jax.device_put(tree, jax.sharding.NamedSharding(mesh, P()))  # noqa: E731
+    put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, P()))  # noqa: E731
     params, state, _ = step(put(PARAMS), put(tx.init(PARAMS)), batch_of(0))
     assert state.applied and state.compared == 8
     _, held, _ = step(params | {"w": flipped(params["w"], 7, 2, 3)}, state, batch_of(1))
@@ -133,7 +133,7 @@ def texts(monkeypatch):
 
 
 def test_a_loop_of_ones_own_passes_the_program_of_its_loss(mesh, texts):
-    params = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     tx, grad_fn = boostax.on_mesh(optimizer(), params), boostax.value_and_grad(loss_fn, mesh=mesh)
 
     @jax.jit
@@ -178,7 +178,7 @@ def test_params_of_each_replica_are_not_compared(mesh):
 def test_a_check_that_compares_nothing_is_refused(mesh):
     """One line forgotten: in plain jit without ``on_mesh`` no replica is seen."""
     tx = check_replicas(optax.sgd(0.1))
-    put = lambda tree: jax.device_put(tree, jax.sharding.NamedSharding(mesh, P()))  # noqa: E731
+    put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, P()))  # noqa: E731
     step = jax.jit(lambda grads, state, params: boostax.apply_gradients(tx, grads, state, params))
     _, state = step(put(PARAMS), put(tx.init(PARAMS)), put(PARAMS))
     with pytest.raises(ValueError, match=r"compared 1 on 8 devices\. Wrap the chain in"):
@@ -228,7 +228,7 @@ def test_two_processes_that_differ_end_with_a_table(tmp_path):
 
 def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():
     mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
-    names, shard = ("replica", "fsdp"), jax.sharding.NamedSharding(mesh, P("fsdp"))
+    names, shard = ("replica", "fsdp"), jax.NamedSharding(mesh, P("fsdp"))
     tx = check_replicas(optax.chain(boostax.all_reduce(names), optax.sgd(1.0)), axis_name=names)
 
     def each(x, state):

@@ -157,7 +157,7 @@ def test_a_restored_state_is_donated_like_a_fresh_one(tmp_path, how):
 def test_sharded_leaves_come_back_on_another_number_of_devices(tmp_path, kind):
     def place(count):
         mesh = mesh_of(kind, data=count)
-        put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))  # noqa: E731
+        put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))  # noqa: E731
         return {"split": put(jnp.arange(32.0).reshape(8, 4), "data"), "whole": put(jnp.arange(3.0))}
 
     with Checkpointer(tmp_path) as checkpointer:

@@ -25,7 +25,7 @@ targets = on(CPU, V5E)
 
 
 def typed(mesh, shape, spec, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
 
 
 def layer_of(mesh, specs, width=512, dtype=jnp.float32):

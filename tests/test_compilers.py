@@ -22,9 +22,8 @@ import optax
 import pytest
 import recipes_cases
 from compilers_cases import AXIS, BYTES, GATES, WINDOW, WIRES, mean, perceptron, trained
+from jax import NamedSharding, P
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import boostax
 

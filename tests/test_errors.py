@@ -62,7 +62,7 @@ WRAPPERS = (
 )
 ONE = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
 PARAMS = {"w": jnp.ones(3)}
-SHARDED = jax.device_put(jnp.ones(3), jax.sharding.NamedSharding(ONE, P("data")))
+SHARDED = jax.device_put(jnp.ones(3), jax.NamedSharding(ONE, P("data")))
 of = functools.partial
 
 
@@ -328,7 +328,7 @@ def test_a_stacked_batch_leads_with_as_many_micro_batches_everywhere(other):
 def test_a_stacked_batch_has_rows_to_split(mesh):
     """Of the whole batch, not of a replica's part of it."""
     fn = boostax.value_and_grad(weighed, mesh=mesh, axis_name="data", microbatches="stacked")
-    w = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, jax.P()))
+    w = jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, jax.P()))
     for other in ({"y": jnp.ones(4)}, {"a/b": jnp.ones((3, 8))}):
         with pytest.raises(ValueError, match=r"value_and_grad: .*micro-batches, rows.*: \(4, 8\)"):
             jax.jit(fn)(w, (), {"x": jnp.ones((4, 8))} | other)

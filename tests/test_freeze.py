@@ -515,7 +515,7 @@ def test_a_chain_freezes_in_one_program_over_sharded_params_and_state(kind):
     mesh = mesh_of(kind, data=2, model=2)
     wave = lambda *shape: jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape) / 10  # noqa: E731
     params = {"a": wave(16, 16), "b": wave(16, 16), "c": wave(16, 4)}
-    params = jax.device_put(params, NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model")))
+    params = jax.device_put(params, NamedSharding(mesh, jax.P(None, "model")))
     loss = lambda p, x: jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]) ** 2)  # noqa: E731
     chain = optax.chain(boostax.all_reduce("data"), optax.clip_by_global_norm(1.0), optax.adam(0.1))
     tx = boostax.scheduled_freeze(chain, {"a": 0, "b": 1, "c": 2}, [0, 1, 2])

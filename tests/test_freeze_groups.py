@@ -17,8 +17,7 @@ from flax import nnx, struct
 from flax.core import FrozenDict
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 from boostax._core import trees
 from boostax._core.groups import as_groups

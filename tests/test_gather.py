@@ -25,7 +25,7 @@ def placed(name, kind="auto"):
     rng = np.random.default_rng(0)
     shapes = {"w": (512, 48), "v": (256, 16), "b": (48,)}
     whole = {k: rng.normal(size=s, scale=0.1).astype(np.float32) for k, s in shapes.items()}
-    return mesh, whole, {k: jax.sharding.NamedSharding(mesh, spec) for k, spec in specs.items()}
+    return mesh, whole, {k: jax.NamedSharding(mesh, spec) for k, spec in specs.items()}
 
 
 def loss_fn(params, x):
@@ -45,7 +45,7 @@ def rounded(x, spec, mesh, dtype):
     if dtype == "bfloat16":
         return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
     out = np.empty_like(x)
-    for index in jax.sharding.NamedSharding(mesh, spec).devices_indices_map(x.shape).values():
+    for index in jax.NamedSharding(mesh, spec).devices_indices_map(x.shape).values():
         part = x[index]
         block = boostax.precision.formats.block_of(part.shape)
         for corner in np.ndindex(*(n // b for n, b in zip(part.shape, block, strict=True))):
@@ -163,7 +163,7 @@ def test_refusals():
         make("int8")(make("int8").init(whole), np.ones((8, 512), np.float32))
     for place, dtype, said in (
         (None, "int8", "params must be placed on one mesh"),
-        (jax.sharding.NamedSharding(mesh, P()), "int8", "params must be sharded over data"),
+        (jax.NamedSharding(mesh, P()), "int8", "params must be sharded over data"),
         (where, "float8", "dtype must be"),
     ):
         params = jax.device_put(whole, place) if place else whole

@@ -145,7 +145,7 @@ def test_a_plain_loss_is_refused_in_every_context(name):
 def on_mesh(kind, scaler):
     """A mesh, replicated params on it, and a scaled mean over it."""
     mesh = mesh_of(kind, data=4)
-    params = jax.device_put(W, jax.sharding.NamedSharding(mesh, P()))
+    params = jax.device_put(W, jax.NamedSharding(mesh, P()))
     tx = scaler(optax.chain(boostax.all_reduce("data"), optax.sgd(0.1)), axis_name="data")
     return mesh, params, boostax.on_mesh(tx, params, axis_name="data")
 
@@ -154,7 +154,7 @@ def on_mesh(kind, scaler):
 def test_a_plain_loss_is_refused_on_global_arrays(kind):
     mesh, params, tx = on_mesh(kind, boostax.dynamic_loss_scale)
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
-    state, x = tx.init(params), jax.device_put(X, jax.sharding.NamedSharding(mesh, P("data")))
+    state, x = tx.init(params), jax.device_put(X, jax.NamedSharding(mesh, P("data")))
     plain = lambda params, state, x: oracle(params, optax.EmptyState(), x)  # noqa: E731
     with pytest.raises(ValueError, match=REFUSED):
         jax.jit(step_of(tx, plain))(params, state, x)

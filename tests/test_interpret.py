@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 import boostax
 from boostax._core import interpret

@@ -411,7 +411,7 @@ def test_residuals_of_a_train_state_are_kept_per_replica(mesh):
     old_tx = optax.chain(boostax.top_k_reduce("data", density=0.25), ADAM())
     new_tx, params = boostax.accumulate(old_tx, 2, axis_name="data"), make_params()
     old = jax.tree.map(jnp.ones_like, boostax.states.stack_replicas(old_tx.init(params), 8))
-    rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
     old = (old[0]._replace(residual=jax.device_put(old[0].residual, rows)), *old[1:])
     state, report = migrate_state(old, new_tx, params)
     fresh = boostax.states.stack_replicas(new_tx.init(params), 8)

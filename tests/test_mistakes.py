@@ -24,7 +24,7 @@ MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 W = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
 X = {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 2))}
-ON_ALL = jax.device_put(W, jax.sharding.NamedSharding(MESH, P()))
+ON_ALL = jax.device_put(W, jax.NamedSharding(MESH, P()))
 ADAM, ROWS = optax.adam(1e-3), {name: x[:6] for name, x in X.items()}
 SCALED, WINDOW, MEAN = scaler(ADAM), accumulate(ADAM, 2), chain(all_reduce(), ADAM)
 OF, TERMS = ADAM.init(W), accumulate(ADAM, 2, normalize=("ce", "z"))

@@ -147,7 +147,7 @@ def test_a_step_refuses_a_state_of_other_replicas(counts, shares):
 
 
 def test_on_mesh_refuses_a_state_of_other_replicas():
-    whole = jax.sharding.PartitionSpec()
+    whole = jax.P()
     place = lambda n: jax.device_put(initial(), jax.NamedSharding(mesh_of(data=n), whole))  # noqa: E731
     many, few = (boostax.on_mesh(window(reduced()), place(n), axis_name=AXIS) for n in (4, 2))
     state = jax.tree.map(np.asarray, many.init(place(4)))

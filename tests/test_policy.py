@@ -10,8 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 from training import follow
 
 import boostax
@@ -148,7 +147,7 @@ def test_o1_around_and_inside_shard_map(mesh, name, check_vma):
 
 @pytest.mark.parametrize("name", ["matmul", "scan", "remat", "custom_jvp"])
 def test_o1_keeps_explicit_sharding(name):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         w, x = jax.device_put(ARRAYS, [NamedSharding(mesh, spec) for spec in (P(), P("data"))])
         result = jax.jit(boostax.policy("O1").wrap(FUNCTIONS[name]))(w, x)

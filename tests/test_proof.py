@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 import boostax
 from boostax._core import axes, interpret, jaxprs

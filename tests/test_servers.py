@@ -140,7 +140,7 @@ def by_a_step(tx, mesh, calls=3):
 
 
 def on_global_arrays(tx, mesh, calls=3):
-    params = jax.device_put(narrow(), jax.sharding.NamedSharding(mesh, P()))
+    params = jax.device_put(narrow(), jax.NamedSharding(mesh, P()))
     tx = boostax.on_mesh(tx, params, axis_name=mesh.axis_names)
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=mesh.axis_names)
     step, state = own_step(tx, oracle), tx.init(params)

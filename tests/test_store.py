@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 from lanes import lanes, spread
 from median_gate import median_gate
 from memory import temporary_bytes
