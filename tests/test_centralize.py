@@ -14,8 +14,7 @@ import optax
 import pytest
 from drawing import draws
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from hypothesis.extra import numpy as hnp
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
@@ -105,7 +104,7 @@ shapes = hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=5)
 
 
 @draws(40)
-@given(hnp.arrays(np.float32, shapes, elements=st.floats(-1e3, 1e3, width=32)))
+@given(hnp.arrays(np.float32, shapes, elements=strategies.floats(-1e3, 1e3, width=32)))
 def test_any_kernel_loses_its_mean_for_each_output_unit(g):
     """But one with a single input; a second time there is no mean left."""
     tx, inputs = centralize_gradients(), tuple(range(g.ndim - 1))

@@ -11,8 +11,7 @@ import numpy as np
 import optax
 import pytest
 from drawing import draws
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from memory import temporary_bytes
 
 import boostax
@@ -63,7 +62,7 @@ def test_the_table_moves_as_in_mindspore(golden):
 
 
 @draws(60)
-@given(st.floats(2.0**-60, 2.0**60, width=32))
+@given(strategies.floats(2.0**-60, 2.0**60, width=32))
 def test_the_scale_applied_is_the_power_of_two_below_the_table(entry):
     state = start()._replace(table=jnp.full(3, entry, jnp.float32))
     mantissa, exponent = np.frexp(np.float32(entry))

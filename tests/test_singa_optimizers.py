@@ -7,7 +7,6 @@ import functools
 import random
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -86,7 +85,7 @@ def assert_near(actual, expected, tolerance):
 
 
 def cast(tree, dtype):
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+    return jax.tree.map(lambda x: jax.numpy.asarray(x, dtype), tree)
 
 
 TOLERANCE = {
@@ -137,7 +136,7 @@ def test_schedules_are_singas(staircase):
     singa = exponential_decay(0.1, 2, 0.5, staircase)
     schedule = jax.jit(optax.exponential_decay(0.1, 2, 0.5, staircase=staircase))
     for step in range(STEPS):
-        np.testing.assert_allclose(schedule(jnp.asarray(step)), singa(step), rtol=1e-6)
+        np.testing.assert_allclose(schedule(jax.numpy.asarray(step)), singa(step), rtol=1e-6)
         if staircase:
             assert singa(step) == 0.1 * 0.5 ** (step // 2)
         assert optax.constant_schedule(0.1)(step) == constant(0.1)(step)
@@ -199,7 +198,7 @@ def set_states(state, states):
                 value = values[key.name]
                 for entry in path[depth + 1 :]:
                     value = value[entry.key]
-                return jnp.asarray(value, leaf.dtype)
+                return jax.numpy.asarray(value, leaf.dtype)
         return leaf
 
     return jax.tree_util.tree_map_with_path(replace, state)

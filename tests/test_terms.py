@@ -10,8 +10,7 @@ import numpy as np
 import optax
 import pytest
 from drawing import draws
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies
 from jax.sharding import PartitionSpec
 from lanes import spread
 from median_gate import median_gate
@@ -120,7 +119,7 @@ def program():
 @draws(25)
 @example(most=(0, 0), seed=0)
 @example(most=(0, 2), seed=1)
-@given(most=st.tuples(*[st.integers(0, 3)] * 2), seed=st.integers(0, 99))
+@given(most=strategies.tuples(*[strategies.integers(0, 3)] * 2), seed=strategies.integers(0, 99))
 def test_sums_and_counts_are_those_of_float64(most, seed):
     """Also where a slice, a call or all of them count nothing of a term."""
     random = np.random.default_rng(seed)

@@ -7,7 +7,6 @@ import tempfile
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from mindspore_runs import farthest
 from peers import programs as specs
@@ -82,7 +81,7 @@ def judged(spec, told, arrays, folder):
 def own_rounding(spec, folder, found):
     """How far a run in float64 is from the one in float32."""
     with jax.enable_x64(True):
-        wide, _ = ours.run(spec, folder, jnp.float64)
+        wide, _ = ours.run(spec, folder, jax.numpy.float64)
     pairs = zip(found, wide, strict=True)
     worst = [jax.tree.map(lambda x, y: np.abs(x - y).max(), a[0], b[0]) for a, b in pairs]
     return max(jax.tree.leaves(worst))

@@ -4,7 +4,6 @@ import os
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 import several_processes as example
 
@@ -37,9 +36,9 @@ REDUCTIONS = {
 
 def optimizer(reduction):
     def update(updates, state, params=None):
-        return updates, Ledger(jax.tree.map(jnp.add, state.reduced, updates))
+        return updates, Ledger(jax.tree.map(jax.numpy.add, state.reduced, updates))
 
-    init = lambda params: Ledger(jax.tree.map(jnp.zeros_like, params))  # noqa: E731
+    init = lambda params: Ledger(jax.tree.map(jax.numpy.zeros_like, params))  # noqa: E731
     ledger = optax.GradientTransformation(init, update)
     inner = optax.chain(REDUCTIONS[reduction](), ledger, optax.adam(2e-2))
     window = boostax.accumulate(inner, example.WINDOW, axis_name="data")
