@@ -100,11 +100,10 @@ def test_a_half_wire_is_an_all_to_all_and_an_all_gather_of_each_leaf_and_of_a_pa
     """Kernels go in their own shapes, vectors in a pack; powers of two of f16 in two gathers."""
     shapes = [(64, 512), (512,), (32, 2048), (512,)]
     found = sends(updating(boostax.all_reduce("data", wire_dtype=dtype)), shapes, mesh)
-    elements = [2 * 512, 64 * 512, 32 * 2048]
     half = [c for c in found if c.dtypes == (dtype,)]
     for primitive, share in (("all_to_all", 1), ("all_gather", 8)):
         sent = sorted(c.bytes for c in half if c.primitive == primitive)
-        assert sent == [2 * n // share for n in elements]
+        assert sent == [2 * n // share for n in (2 * 512, 64 * 512, 32 * 2048)]
     rest = [(c.primitive, c.bytes) for c in found if c.dtypes != (dtype,)]
     assert rest == ([("all_gather", 4 * 4)] * 2 if dtype == "float16" else [])
 

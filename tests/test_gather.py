@@ -140,14 +140,13 @@ def test_stored_params_may_be_sent_in_int8():
 
 def test_what_is_carried_is_not_rounded():
     """A history of an fp8 layer, sharded like a weight."""
-    specs = {"w": P("data"), "history": P("data")}
     params = {"w": np.ones(128, np.float32), "history": np.linspace(0, 1, 128, dtype=np.float32)}
     chain = optax.chain(boostax.all_reduce("data"), optax.sgd(0.0))
     tx = boostax.carry(chain, {"history": "max"}, axis_name="data")
     loss = lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["history"] ** 2) / 2  # noqa: E731
     ends = []
     for dtype in (None, "int8"):
-        step, _ = fsdp_step(tx, loss, dtype, param_specs=specs)
+        step, _ = fsdp_step(tx, loss, dtype, param_specs=dict.fromkeys(params, P("data")))
         state, _ = step(step.init(params), np.zeros((8, 1), np.float32))
         ends.append(state.params["history"])
     np.testing.assert_array_equal(*ends)

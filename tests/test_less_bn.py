@@ -138,8 +138,7 @@ class Linen(nn.Module):
         def norm(x, name):
             return x if name in self.skip else nn.BatchNorm(not train, name=name)(x)
 
-        x = nn.relu(norm(conv(x, "stem"), "stem_norm"))
-        x = self.block(x, conv, norm).mean((1, 2))
+        x = self.block(nn.relu(norm(conv(x, "stem"), "stem_norm")), conv, norm).mean((1, 2))
         head = NormalizedDense if self.cosines else nn.Dense
         return head(3, name="head")(nn.Dense(8, name="hidden")(x))
 
@@ -169,8 +168,7 @@ class NNX(nnx.Module):
                 return x
             return layer(name, lambda: nnx.BatchNorm(x.shape[-1], rngs=self.rngs))(x)
 
-        x = nn.relu(norm(conv(x, "stem"), "stem_norm"))
-        x = self.block(x, conv, norm).mean((1, 2))
+        x = self.block(nn.relu(norm(conv(x, "stem"), "stem_norm")), conv, norm).mean((1, 2))
         head = NormalizedLinear if self.cosines else lambda linear: linear
         x = layer("hidden", lambda: nnx.Linear(x.shape[-1], 8, rngs=self.rngs))(x)
         return layer("head", lambda: head(nnx.Linear(8, 3, rngs=self.rngs)))(x)

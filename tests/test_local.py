@@ -146,9 +146,8 @@ def sparse_loco(every, density, block, decay):
 
 
 def assert_follows(each, noise, meet, tolerance=3e-6):
-    leaves = jax.tree.leaves(each)
     for t, own in enumerate(reference(noise, meet)):
-        for actual, expected in zip(leaves, own, strict=True):
+        for actual, expected in zip(jax.tree.leaves(each), own, strict=True):
             np.testing.assert_allclose(actual[:, t], expected, atol=tolerance, rtol=tolerance)
 
 

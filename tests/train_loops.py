@@ -293,8 +293,7 @@ def reference(put, run):
     """The params of every replica after the same training in nobody's loop, under ``vmap``."""
     axis = AXIS if put.replicas > 1 else None
     tx = put.chain()
-    step = own_step(tx, boostax.value_and_grad(run.loss, axis_name=axis))
-    step = jax.jit(jax.vmap(step, axis_name=axis))
+    step = jax.vmap(own_step(tx, boostax.value_and_grad(run.loss, axis_name=axis)), axis_name=axis)
     params = jax.tree.map(lambda x: jnp.repeat(x[None], put.replicas, 0), run.params)
     state = jax.vmap(tx.init, axis_name=axis)(params)
     for batch in put.batches:
