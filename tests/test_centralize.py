@@ -16,7 +16,6 @@ from drawing import draws
 from flax import nnx
 from hypothesis import given, strategies
 from hypothesis.extra import numpy as hnp
-from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 
 from boostax._core import trees
@@ -317,15 +316,15 @@ def test_some_params_alone_are_those_of_optax_masked():
 
 
 SHARDED = {
-    "by_inputs": (wave(16, 8), P("fsdp")),
-    "by_outputs": (wave(6, 8), P(None, "fsdp")),
-    "by_both": (wave(8, 8), P("data", "fsdp")),
-    "by_two_axes": (wave(16, 3), P(("data", "fsdp"), None)),
-    "whole": (wave(5, 3), P()),
-    "conv": (wave(3, 3, 8, 4), P(None, None, "fsdp", "data")),
-    "query": {"kernel": (wave(8, 4, 2), P("data", "fsdp"))},
-    "out": {"kernel": (wave(4, 2, 6), P("fsdp"))},
-    "bias": (wave(8), P("fsdp")),
+    "by_inputs": (wave(16, 8), jax.P("fsdp")),
+    "by_outputs": (wave(6, 8), jax.P(None, "fsdp")),
+    "by_both": (wave(8, 8), jax.P("data", "fsdp")),
+    "by_two_axes": (wave(16, 3), jax.P(("data", "fsdp"), None)),
+    "whole": (wave(5, 3), jax.P()),
+    "conv": (wave(3, 3, 8, 4), jax.P(None, None, "fsdp", "data")),
+    "query": {"kernel": (wave(8, 4, 2), jax.P("data", "fsdp"))},
+    "out": {"kernel": (wave(4, 2, 6), jax.P("fsdp"))},
+    "bias": (wave(8), jax.P("fsdp")),
 }
 is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
 GRADS = jax.tree.map(lambda pair: jnp.asarray(pair[0]), SHARDED, is_leaf=is_pair)

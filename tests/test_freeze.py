@@ -545,8 +545,7 @@ def mixing():
     """Adds to each leaf the sum of the leaves of its shape."""
 
     def update(updates, state, params=None):
-        leaves = jax.tree.leaves(updates)
-        alike = lambda x: [y for y in leaves if y.shape == x.shape]  # noqa: E731
+        alike = lambda x: [y for y in jax.tree.leaves(updates) if y.shape == x.shape]  # noqa: E731
         return jax.tree.map(lambda x: x + sum(alike(x)), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

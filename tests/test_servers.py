@@ -85,9 +85,8 @@ def trained(tx):
 
 def mapped(tx, mesh, *, checked=True):
     """Results are the same on all devices, and typed so."""
-    names = mesh.axis_names
     local = lambda grads: jax.tree.map(lambda x: x[0], grads)  # noqa: E731
-    specs = {"in_specs": (P(), P(names)), "out_specs": P(), "check_vma": checked}
+    specs = {"in_specs": (P(), P(mesh.axis_names)), "out_specs": P(), "check_vma": checked}
     run = lambda params, grads: trained(tx)(params, local(grads))  # noqa: E731
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(start(), gradients(mesh.size))
 

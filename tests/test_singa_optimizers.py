@@ -118,7 +118,7 @@ def test_optax_goes_singas_way(name, dtype):
 def test_singas_own_numbers():
     """What its unit tests expect of one step, held against its classes here."""
     p, g = {"w": np.array([0.1, 1.0])}, {"w": np.array([0.1, 0.1])}
-    expected = {
+    for name, (optimizer, after) in {
         "sgd": (SGD(0.1), p["w"] - 0.1 * g["w"]),
         # PyTorch's dampening starts at the second step.
         "damped": (SGD(0.1, 0.9, 0.25), p["w"] - 0.1 * 0.75 * g["w"]),
@@ -126,8 +126,7 @@ def test_singas_own_numbers():
         "adagrad": (AdaGrad(0.1), p["w"] - 0.1 * g["w"] / np.sqrt(g["w"] ** 2 + 1e-8)),
         # Both corrections undo the betas at the first step.
         "adam": (Adam(0.1), p["w"] - 0.1 * g["w"] / (g["w"] + 1e-8)),
-    }
-    for name, (optimizer, after) in expected.items():
+    }.items():
         np.testing.assert_allclose(optimizer(p, g)["w"], after, rtol=0, atol=1e-15, err_msg=name)
 
 

@@ -11,6 +11,7 @@ SHAPES = {"a": (8, 3), "b": (8,), "c": ()}
 GROUPS = {"a": 0, "b": 1, "c": 2, "e": 2}
 # The term of a loss in which a leaf is, if the loss has two.
 TERMS = {"a": 0, "b": 0, "c": 1, "e": 0}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": jnp.bfloat16}
 MAPPED = ("checked", "unchecked", "pmap")
 MESHES = ("mesh", "zero", "fsdp", "hsdp")
 # Codecs of which it is checked that nothing is lost: what has moved and what waits are the sum.
@@ -281,7 +282,7 @@ def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray],
     """``(x, weights, number)`` of a call: leaves ``[replicas, microbatches, *shape]``."""
     rng = np.random.default_rng([case.seed, 1, call])
     count = case.microbatches if case.loss else 1
-    dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": jnp.bfloat16}[case.dtype]
+    dtype = DTYPES[case.dtype]
     with np.errstate(over="ignore"):
         x = {
             name: np.asarray(case.magnitude * rng.standard_normal((replicas, count, *shape)), dtype)
