@@ -10,7 +10,6 @@ from reducing import in_turn
 
 import boostax
 from boostax import model, precision, reduce, subspace
-from boostax._core import trees
 from boostax.testing import Case, laws_for
 
 OPT = optax.sgd(0.1)
@@ -48,7 +47,7 @@ def by_group(inner, axis, **options):
 def scaled_by_group(grads, state):
     """What a loss with boundaries between the halves gives."""
     scales = precision.group_scales(state)
-    by = lambda path, g: g * scales[half(trees.path_name(path), g)]  # noqa: E731
+    by = lambda path, g: g * scales[half(boostax._core.trees.path_name(path), g)]  # noqa: E731
     return jax.tree_util.tree_map_with_path(by, grads)
 
 

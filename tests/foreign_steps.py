@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.training import dynamic_scale, train_state
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P, lax
+from jax.sharding import AxisType, Mesh
 
 LAYERS, WIDTH, HIDDEN, VOCAB, HEADS, LENGTH, MICRO = 2, 128, 512, 1024, 4, 32, 4
 ROWS = 2  # sequences of a device and micro-batch

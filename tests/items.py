@@ -66,12 +66,9 @@ class Item(NamedTuple):
 def sections():
     """``(title, what stands before its table, items)`` of each section."""
     for section in tomllib.loads(TABLE.read_text())["section"]:
-        items = [_read(**item) for item in section["items"]]
+        rows = [{"breaks": ()} | item for item in section["items"]]
+        items = [Item(word=x.pop("is"), breaks=tuple(x.pop("breaks")), **x) for x in rows]
         yield section["title"], section.get("intro", ""), items
-
-
-def _read(breaks=(), **item):
-    return Item(word=item.pop("is"), breaks=tuple(breaks), **item)
 
 
 def every_item():

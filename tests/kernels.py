@@ -13,9 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.interpreters import mlir
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax.precision import entries, kernel, masters, store
@@ -30,9 +27,9 @@ OPTIMIZERS = {
 CASES = [
     *((name, None, (64, 256)) for name in OPTIMIZERS),
     # The state of whole params is sharded over the replicas.
-    ("adamw", P(), (64, 256)),
-    ("adamw", P(None, "model"), (64, 256)),
-    ("adamw", P(None, "data", "model"), (3, 64, 256)),
+    ("adamw", jax.P(), (64, 256)),
+    ("adamw", jax.P(None, "model"), (64, 256)),
+    ("adamw", jax.P(None, "data", "model"), (3, 64, 256)),
     # Two steps of the grid along a row.
     ("adamw", None, (32, 768)),
 ]
@@ -51,10 +48,10 @@ def ends(name, spec, shape):
         tx = store(inner, **options)
     else:
         mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
-        places = {"w": spec, "b": P()}
-        params = jax.device_put(params, {k: NamedSharding(mesh, x) for k, x in places.items()})
+        places = {"w": spec, "b": jax.P()}
+        params = jax.device_put(params, {k: jax.NamedSharding(mesh, x) for k, x in places.items()})
         tx = store(optax.chain(boostax.all_reduce(), inner), **options)
-        tx = boostax.on_mesh(tx, params, axis_name="data", shard_optimizer=spec == P())
+        tx = boostax.on_mesh(tx, params, axis_name="data", shard_optimizer=spec == jax.P())
         grads = [jax.tree.map(lambda x: jnp.stack([x, x]), g) for g in grads]
     state = tx.init(params)
     step = jax.jit(lambda g, s, p: boostax.apply_gradients(tx, g, s, p))
@@ -83,7 +80,7 @@ def main():
         return run(*args, interpret=True)
 
     kernel.apply = interpreted
-    mlir.register_lowering(entries.primitive(), entries._on_tpu, platform="cpu")
+    jax.interpreters.mlir.register_lowering(entries.primitive(), entries._on_tpu, platform="cpu")
     jax.clear_caches()
     for case, wanted in zip(CASES, plain, strict=True):
         calls.clear()

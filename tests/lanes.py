@@ -1,7 +1,6 @@
 """Which cases of a test stand in the quick run; the others are marked ``long``."""
 
 import itertools
-import operator
 
 import pytest
 
@@ -14,5 +13,5 @@ def lanes(cases, quick):
 def spread(*values):
     """Return all combinations, ``long`` where more than one value is not the first of its list."""
     cases = [*itertools.product(*values)]
-    late = [x for x in cases if sum(map(operator.is_not, x, cases[0])) > 1]
+    late = [x for x in cases if sum(a is not b for a, b in zip(x, cases[0], strict=True)) > 1]
     return [pytest.param(*x, marks=[pytest.mark.long] * (x in late)) for x in cases]

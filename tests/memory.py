@@ -1,7 +1,6 @@
 """Temporary memory of compiled programs."""
 
 import jax
-import jax.numpy as jnp
 
 import boostax
 from boostax.testing import drawn
@@ -12,7 +11,7 @@ def reduction_bytes(tree):
 
     Nothing, but XLA:CPU before 0.10.2 writes out what a reduction reads.
     """
-    largest = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.max(jnp.abs(x)), tree))
+    largest = jax.jit(lambda tree: jax.tree.map(lambda x: jax.numpy.max(jax.numpy.abs(x)), tree))
     return largest.lower(tree).compile().memory_analysis().temp_size_in_bytes
 
 

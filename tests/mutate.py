@@ -110,9 +110,8 @@ def commands(path, fast):
         return [["make", "-s", "-o", ".venv/.ready", "test-fast", "OPTIONS=-x -p no:cacheprovider"]]
     # A test may run a program of its own, which takes the changed copy, too.
     pytest = ["env", "PYTHONPATH=.", sys.executable, *"-m pytest -x -q -p no:cacheprovider".split()]
-    near = [f"tests/{name}.py" for name in nearest(path)]
     rest = [*pytest, "-n", "2", "--dist", "loadfile", "tests"]
-    return [[*pytest, *near], [*rest, "--fast"], rest]
+    return [[*pytest, *[f"tests/{name}.py" for name in nearest(path)]], [*rest, "--fast"], rest]
 
 
 def drawn(seed):

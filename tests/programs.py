@@ -16,14 +16,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import jax.numpy as jnp  # noqa: E402
 from contract_cases import CASES  # noqa: E402
-from jax.sharding import AxisType, PartitionSpec  # noqa: E402
 
 import boostax  # noqa: E402
 from boostax.testing import _arrays as arrays  # noqa: E402
 from boostax.testing import _case, _mapped  # noqa: E402
 
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-SPLIT = PartitionSpec("data")
+MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+SPLIT = jax.P("data")
 
 
 def alone(case, _):
@@ -37,7 +36,7 @@ def mapped(case, _):
     """The update of eight replicas in ``shard_map``."""
     tx, grads = case.mapped("data"), _mapped.replica_grads(0, 8)
     specs = boostax.states.state_specs(tx, arrays.even_params(), axis_name="data")
-    kept = SPLIT if case.own_params else PartitionSpec()
+    kept = SPLIT if case.own_params else jax.P()
 
     def local(params, state, grads):
         entered = boostax.states.enter_replica((params, state))
@@ -50,7 +49,7 @@ def mapped(case, _):
 
 def placed(case, index):
     """The update of sharded arrays in plain ``jit``, in one of seven placements."""
-    where = _mapped.placements(4, 2, AxisType.Auto)[index % 7]
+    where = _mapped.placements(4, 2, jax.sharding.AxisType.Auto)[index % 7]
     params = where.place(arrays.even_params())
     options = {"axis_name": "data", "shard_optimizer": where.shard_optimizer}
     tx = boostax.on_mesh(case.mapped("data"), params, **options)
@@ -65,10 +64,9 @@ def trained(case, index):
     """A train step with whole or sharded params."""
 
     def loss(params, x):
-        hidden = jnp.tanh(x @ params["w"])
-        return jnp.mean(jnp.square(hidden @ params["b"].reshape(4, 2)))
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["w"]) @ params["b"].reshape(4, 2)))
 
-    where = _mapped.placements(8, 1, AxisType.Auto)[2 * (index % 2)]
+    where = _mapped.placements(8, 1, jax.sharding.AxisType.Auto)[2 * (index % 2)]
     options = {"mesh": where.mesh, "axis_name": "data"}
     step = boostax.make_train_step(loss, case.mapped("data"), **options)
     return step.lower(step.init(where.place(arrays.even_params())), jnp.ones((16, 16)))

@@ -8,13 +8,9 @@ import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import boostax
-from boostax._core import trees
-from boostax.reduce import Codec, Message, PerLeaf, compress
 
 # How the two matrices of each layer of ``loss_fn`` are sharded.
 PLACEMENTS = {
@@ -41,7 +37,7 @@ def correlated(shapes, replicas=8, seed=0, magnitude=1.0):
 
 
 @dataclasses.dataclass(frozen=True)
-class InTurn(Codec):
+class InTurn(boostax.reduce.Codec):
     """Send one row of every matrix, row after row: each matrix counts its own steps."""
 
     lossy = True
@@ -50,19 +46,19 @@ class InTurn(Codec):
         return leaf.ndim == 2
 
     def init(self, leaves):
-        return PerLeaf([jnp.zeros((), jnp.int32) for _ in leaves])
+        return boostax.reduce.PerLeaf([jnp.zeros((), jnp.int32) for _ in leaves])
 
     def reduce(self, leaves, state, names):
         pairs = zip(leaves, state.values, strict=True)
         sent = [jnp.where(jnp.arange(len(x))[:, None] == n % len(x), x, 0) for x, n in pairs]
         residuals = [x - y for x, y in zip(leaves, sent, strict=True)]
-        state = PerLeaf([n + 1 for n in state.values])
-        return Message([lax.pmean(x, names) for x in sent], residuals, state)
+        state = boostax.reduce.PerLeaf([n + 1 for n in state.values])
+        return boostax.reduce.Message([jax.lax.pmean(x, names) for x in sent], residuals, state)
 
 
 def in_turn(axis_name, **options):
     """A codec with state for each leaf, which cannot send some leaves."""
-    return compress(InTurn(), **options, axis_name=axis_name)
+    return boostax.reduce.compress(InTurn(), **options, axis_name=axis_name)
 
 
 def updating(tx):
@@ -104,12 +100,12 @@ def repeated(tx, grads, steps=1):
 
 def own_means(state):
     """Means over the replicas of what each holds for itself, where there is one."""
-    nodes = trees.find(state, lambda x: isinstance(x, boostax.PerReplica))
+    nodes = boostax._core.trees.find(state, lambda x: isinstance(x, boostax.PerReplica))
     floating = [x for x in jax.tree.leaves(nodes) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return [np.asarray(x, np.float64).mean(0) for x in floating]
 
 
-def mesh_of(kind=AxisType.Auto, **axes):
+def mesh_of(kind=jax.sharding.AxisType.Auto, **axes):
     """A mesh over the first devices, by the sizes of its axes."""
     devices = jax.devices()[: math.prod(axes.values())]
     kinds = (kind,) * len(axes)

@@ -162,8 +162,7 @@ def test_a_pair_is_symmetric_and_homogeneous(seed, exponent, factor):
 def test_orthogonal_gradients_add(seed, replicas, spread):
     rng = np.random.default_rng(seed)
     magnitudes = 2.0 ** rng.integers(-spread, spread, replicas, endpoint=True)
-    directions = np.linalg.qr(rng.normal(size=(WIDTH, replicas)))[0].T
-    rows = np.float32(directions * magnitudes[:, None])
+    rows = np.float32(np.linalg.qr(rng.normal(size=(WIDTH, replicas)))[0].T * magnitudes[:, None])
     assert_near(combine(rows), rows.sum(0, dtype=np.float64), rows)
     # Without an entry in common nothing is rounded.
     owner = rng.integers(replicas, size=WIDTH)

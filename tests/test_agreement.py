@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec
 
 import boostax
@@ -24,7 +23,7 @@ GATES = {
         boostax.dynamic_loss_scale(tx, **axis), 2, axis_name="data"
     ),
 }
-pmean = optax.stateless(lambda updates, params: lax.pmean(updates, "data"))
+pmean = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "data"))
 INSIDE = {"all_reduce": boostax.all_reduce("data"), "a mean by hand": pmean}
 
 
@@ -72,7 +71,7 @@ def test_a_gate_needs_no_axis_where_nothing_is_sent():
             continue
         tx = make(SGD)
         for mode in ("pmap", "vmap"):
-            run = lambda g: update(tx, name)(lax.pmean(g, "data"))  # noqa: B023, E731
+            run = lambda g: update(tx, name)(jax.lax.pmean(g, "data"))  # noqa: B023, E731
             assert np.isfinite(mapped(mode, run)).all()
 
 

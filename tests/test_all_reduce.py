@@ -14,7 +14,6 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from reducing import correlated, mapped, mesh_of, reduced, sends, updating
 
@@ -101,11 +100,10 @@ def test_a_half_wire_is_an_all_to_all_and_an_all_gather_of_each_leaf_and_of_a_pa
     """Kernels go in their own shapes, vectors in a pack; powers of two of f16 in two gathers."""
     shapes = [(64, 512), (512,), (32, 2048), (512,)]
     found = sends(updating(boostax.all_reduce("data", wire_dtype=dtype)), shapes, mesh)
-    elements = [2 * 512, 64 * 512, 32 * 2048]
     half = [c for c in found if c.dtypes == (dtype,)]
     for primitive, share in (("all_to_all", 1), ("all_gather", 8)):
         sent = sorted(c.bytes for c in half if c.primitive == primitive)
-        assert sent == [2 * n // share for n in elements]
+        assert sent == [2 * n // share for n in (2 * 512, 64 * 512, 32 * 2048)]
     rest = [(c.primitive, c.bytes) for c in found if c.dtypes != (dtype,)]
     assert rest == ([("all_gather", 4 * 4)] * 2 if dtype == "float16" else [])
 
@@ -114,7 +112,7 @@ def test_a_half_wire_is_an_all_to_all_and_an_all_gather_of_each_leaf_and_of_a_pa
 def test_what_gloo_would_send_leaf_by_leaf_is_one_message(kind, monkeypatch):
     """Whole leaves are packed, and shards go to their owners in the messages of a ring."""
     sizes = {"replica": 2, "data": 4} if kind == "HSDP" else {"data": 8}
-    mesh = mesh_of(AxisType.Auto, **sizes)
+    mesh = mesh_of(jax.sharding.AxisType.Auto, **sizes)
     params = {f"w{i}": jnp.full((16, 16), 0.1 * i) for i in range(4)}
     specs = jax.tree.map(lambda _: P(None, "data") if "S" in kind else P(), params)
     loss = lambda params, x: sum(jnp.mean((x @ w) ** 2) for w in params.values())  # noqa: E731
@@ -249,12 +247,10 @@ def test_the_way_through_a_step_is_short(mesh, monkeypatch):
     """Scaler, window, reduction and AdamW in a step of a new object, traced once more."""
     monkeypatch.delitem(sys.modules, "jax.experimental.sparse", raising=False)
     tx = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-3))
-    tx = boostax.accumulate(tx, 4, axis_name="data")
-    tx = boostax.dynamic_loss_scale(tx, axis_name="data")
-    params = {"a": {"w": jnp.ones((16, 16))}, "b": {"w": jnp.ones((16, 4))}}
+    tx = boostax.dynamic_loss_scale(boostax.accumulate(tx, 4, axis_name="data"), axis_name="data")
     loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]["w"]) @ p["b"]["w"]) ** 2)  # noqa: E731
     make = lambda: boostax.make_train_step(loss, tx, mesh=mesh, axis_name="data")  # noqa: E731
-    state = make().init(params)
+    state = make().init({"a": {"w": jnp.ones((16, 16))}, "b": {"w": jnp.ones((16, 4))}})
     trace = lambda: make().jaxpr(state, jnp.ones((16, 16)))  # noqa: E731
     trace()
     require_short(followed(trace)[1], 1500, 24)

@@ -11,8 +11,6 @@ import pytest
 
 import boostax
 from boostax import compat, config, freeze, model, precision, reduce, states, subspace, testing
-from boostax._core import axes, checks
-from boostax.nnx import Optimizer
 
 PACKAGES = boostax.train, subspace, boostax, testing, compat, config, freeze, model, precision
 REDUCTIONS = {"all_reduce", "adasum", "int8_reduce", "threshold_reduce", "top_k_reduce"}
@@ -23,8 +21,8 @@ W, SGD = jax.device_put(jnp.ones(128), jax.NamedSharding(MESH, jax.P("data"))), 
 SCOPE = {name: x for package in (*PACKAGES, reduce, states) for name, x in vars(package).items()}
 SCOPE |= {"optax": optax, "tx": SGD, "inner": SGD, "params": W, "grads": W, "loss_fn": jnp.sum}
 SCOPE |= {"opt_state": model.average_params(SGD).init(W), "codec": reduce.Codec()}
-SCOPE |= {"value_and_grad_fn": jax.value_and_grad, "Optimizer": Optimizer.__init__}
-TABLE = checks.table("boostax", "names").items()
+SCOPE |= {"value_and_grad_fn": jax.value_and_grad, "Optimizer": boostax.nnx.Optimizer.__init__}
+TABLE = boostax._core.checks.table("boostax", "names").items()
 RENAMED = {x: y for x, y in TABLE if re.match(r"\w+ (is now|goes by)", y)}
 OLD = """averaged_params(opt_state, params); masters(opt_state, params)
 local_updates(inner, "data", 2); partial_average(inner, "data", partitions=2)
@@ -63,7 +61,7 @@ def test_a_call_of_the_old_form_is_answered_with_one_that_runs(old):
 
 def test_without_an_axis_name_the_axis_of_the_step_is_taken():
     specs = functools.partial(states.state_specs, boostax.accumulate(SGD, 2), W)
-    with axes.binding(("data",)):
+    with boostax._core.axes.binding(("data",)):
         assert specs() == specs(axis_name="data")
     for call in ("state_specs(tx, params)", "local_params(params)", "all_reduce().init(params)"):
         with pytest.raises(ValueError, match=r"axis_name must be a mesh axis, got None\..*data"):

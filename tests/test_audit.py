@@ -22,16 +22,13 @@ import optax
 import pytest
 from flax import nnx
 from harness import sections_of
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P, lax
 
 import boostax
 from boostax.__main__ import main
 from boostax.auditing import collectives, hlo, targets, traffic
 from boostax.auditing.collectives import compiled_collectives
 from boostax.auditing.command import without_compiler_logs
-from boostax.auditing.network import Network
 
 WIDTH, LAYERS = 64, 4
 PARAMS = {f"layer{i}": jnp.full((WIDTH, WIDTH), 0.01) for i in range(LAYERS)}
@@ -103,8 +100,7 @@ EACH_CALL = {
 @pytest.mark.parametrize("form", EACH_CALL)
 @pytest.mark.parametrize("around", [scaled, lambda tx: tx], ids=["scaled", "bare"])
 def test_a_reduction_outside_a_window_counts_in_each_call(mesh, form, around):
-    inside = optax.chain(*[reduce] * (form == "sharded sums"), optax.sgd(0.1))
-    tx = around(EACH_CALL[form](inside))
+    tx = around(EACH_CALL[form](optax.chain(*[reduce] * (form == "sharded sums"), optax.sgd(0.1))))
     step = boostax.make_train_step(loss_fn, tx, mesh=mesh, axis_name="data")
     found = boostax.audit(step, step.init(PARAMS), jnp.ones((16, WIDTH)), calls=8)
     assert found.reductions == pytest.approx(8, abs=0.1)
@@ -185,7 +181,7 @@ def test_wire_bytes_are_those_of_the_jaxpr_and_a_widened_dtype_is_named(mesh):
 
 
 def test_axes_are_named_from_the_groups():
-    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     sums = (("a",), ("b",), ("c",), ("a", "c"), ("b", "c"), ("a", "b", "c"))
 
     def local(x):
@@ -228,7 +224,7 @@ def test_a_scan_reads_its_stack_once():
 
 
 def mapped(local):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     step = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     return jax.jit(step, donate_argnums=0), *placed(mesh, (jnp.ones((WIDTH, WIDTH)), jnp.int32(7)))
 
@@ -288,7 +284,7 @@ def test_the_narrow_branches_are_widened_and_one_is_paid(name):
 @pytest.mark.parametrize("form", ["plain", "remat", "replicated"])
 def test_activations_of_a_sharded_model_are_no_gradients(form):
     """They are reduced over an axis that no batch is sharded over."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     layer = lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None)  # noqa: E731
     loss = lambda w, x: jnp.mean(lax.scan(layer, x, w)[0])  # noqa: E731
     params = [placed(mesh, jnp.ones((2, 16, 64)), None, None, "model")]
@@ -373,7 +369,7 @@ def by_equinox(mesh, x):
 
 
 def on_explicit_axes(mesh, x):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = jax.device_put(np.ones((16, WIDTH), np.float32), NamedSharding(mesh, P("data")))
     w = jax.device_put(np.ones((WIDTH, WIDTH), np.float32), NamedSharding(mesh, P()))
     return jax.jit(lambda w, x: w - jax.grad(lambda w: square(x @ w))(w)), (w, x), None
@@ -400,7 +396,7 @@ def test_advice_is_what_reached_the_loss_first_on_record():
     assert network_losses.ADVICE.read_text() == network_losses.advice(sections)
     rows = next(rows for title, rows in sections.items() if "the mean's last" in title)
     name = network_losses.fastest(rows, "100mbit")
-    said = Network.of("90Mbit").advice
+    said = boostax.auditing.network.Network.of("90Mbit").advice
     assert "at 100 Mbit/s" in said and f": {network_losses.CALLS[name]} reached" in said
 
 
@@ -604,10 +600,9 @@ def test_a_target_that_is_none_gets_the_machines_that_are_known(target):
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 def program(devices):
-    mesh = Mesh(np.array(devices), ("data",))
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     typed = lambda shape, *spec: jax.ShapeDtypeStruct(
         shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
     def step(w, x):
@@ -685,8 +680,7 @@ def test_no_limit_passes_what_is_not_known(command):
     assert json.loads(told.out, parse_constant=pytest.fail)["flops"] is None
 
 
-a_step = lambda params, batch: params - batch.sum()  # noqa: E731
-jitted = jax.jit(a_step)
+jitted = jax.jit(lambda params, batch: params - batch.sum())
 
 
 @pytest.mark.parametrize("step", ["a_step", "jitted"])

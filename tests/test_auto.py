@@ -17,10 +17,8 @@ import pytest
 from training import fit, follow, losses_of
 
 import boostax
-from boostax._core import checks
 from boostax.config import dictionary, keys, mindspore
 from boostax.config.auto import auto
-from boostax.config.dictionary import GROUPS, SWITCHES
 
 LAYERS = ("layer_0", "layer_1", "layer_2")
 
@@ -136,10 +134,10 @@ def test_manual_mode_leaves_the_levels_alone():
 
 
 # The dictionary of MindSpore's page, with its defaults.
-OFF = dict.fromkeys(SWITCHES, False)
+OFF = dict.fromkeys(boostax.config.dictionary.SWITCHES, False)
 PAGE = {"boost": {"mode": "auto", **OFF}} | {
     group: {key: about.get("default") for key, about in settings.items()}
-    for group, settings in GROUPS.items()
+    for group, settings in boostax.config.dictionary.GROUPS.items()
 }
 PAGE["common"]["gradient_split_groups"] = [50, 100]
 
@@ -219,7 +217,7 @@ def test_a_mistake_is_refused_by_name(spec, text):
 
 def test_every_refusal_gets_its_words_and_is_made_somewhere():
     """Defect guarded against: a KeyError in the place of the sentence, at a rare mistake."""
-    words, made = checks.table("boostax.config", "refusals"), set()
+    words, made = boostax._core.checks.table("boostax.config", "refusals"), set()
     for path in pathlib.Path(keys.__file__).parent.glob("*.py"):
         calls = (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call))
         for call in (x for x in calls if getattr(x.func, "id", "") == "require"):
@@ -364,8 +362,7 @@ def by_hand(axis):
     """What the configuration below is, written out."""
     parts = [] if axis is None else [boostax.adasum(axis)]
     parts += [boostax.centralize_gradients(), optax.clip_by_global_norm(0.5), optax.adamw(1e-2)]
-    tx = optax.chain(*parts)
-    tx = boostax.accumulate(tx, 2, axis_name=axis)
+    tx = boostax.accumulate(optax.chain(*parts), 2, axis_name=axis)
     tx = boostax.dynamic_loss_scale(tx, init_scale=2.0**10, axis_name=axis)
     schedule = boostax.freeze_schedule("interval", total_steps=8, frozen_fraction=0.5)
     groups = boostax.freeze.prefix_groups(mlp(), 2)

@@ -246,14 +246,13 @@ def test_a_whole_module_is_averaged_where_it_has_params():
 def test_what_cannot_be_averaged_or_read_is_refused():
     tx, inner = average_params(SGD), boostax.reduce.local_updates(SGD, 2, axis_name="data")
     gated = average_params(boostax.dynamic_loss_scale(inner, axis_name="data"))
-    refused = {
+    for match, call in {
         "average_params: inner must be an optimizer that keeps": lambda: gated.init(PARAMS),
         "average_params: params must be given": lambda: tx.update(PARAMS, tx.init(PARAMS)),
         "averaged_params: opt_state must be one with": lambda: averaged_params(0, SGD.init(PARAMS)),
         r"averaged_params: params must be shaped \(4, 3\) at 'w'": (
             lambda: averaged_params(PARAMS | {"w": jnp.zeros((4, 1))}, tx.init(PARAMS))
         ),
-    }
-    for match, call in refused.items():
+    }.items():
         with pytest.raises(ValueError, match=match):
             call()

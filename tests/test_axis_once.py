@@ -9,15 +9,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from contract_cases import CASES
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training import follow, own_step
 
 import boostax
-from boostax import model, precision
-from boostax._core import axes, trees
-from boostax._core.replicas import is_per_replica
 
-P = PartitionSpec
+P = jax.sharding.PartitionSpec
 PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.zeros(8)}
 BATCH = jnp.sin(jnp.arange(64.0 * 16)).reshape(64, 16)
 
@@ -53,7 +49,7 @@ def scaled_window(tx, axis):
 
 def checked(axis):
     gated = boostax.gate(adam(boostax.top_k_reduce(axis)), rule, axis_name=axis)
-    return precision.check_updates(gated, axis_name=axis)
+    return boostax.precision.check_updates(gated, axis_name=axis)
 
 
 def built_later(axis):
@@ -78,8 +74,8 @@ CHAINS = {
     "in combinators": lambda a: optax.named_chain(
         ("it", optax.masked(boostax.all_reduce(a), True)), ("rest", optax.sgd(1e-2))
     ),
-    "stored, averaged": lambda a: model.average_params(
-        window(precision.store(adam(boostax.all_reduce(a))), a), "ema"
+    "stored, averaged": lambda a: boostax.model.average_params(
+        window(boostax.precision.store(adam(boostax.all_reduce(a))), a), "ema"
     ),
 }
 
@@ -120,7 +116,7 @@ def test_the_only_axis_of_a_mesh_need_not_be_named(mesh):
     state = trained(tx, mesh)[1]
     step = boostax.make_train_step(loss, tx, mesh=mesh)
     found = step.init(PARAMS)
-    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     placed, gradient = boostax.on_mesh(tx, params), boostax.value_and_grad(loss, mesh=mesh)
 
     own, carry = own_step(placed, gradient), (params, placed.init(params))
@@ -131,7 +127,7 @@ def test_the_only_axis_of_a_mesh_need_not_be_named(mesh):
 
 
 def test_two_axes_one_of_which_a_reduction_averages_within():
-    mesh = jax.make_mesh((4, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((4, 2), ("dcn", "ici"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     make = lambda a: boostax.accumulate(adam(boostax.adasum(a and "dcn", within="ici")), 2)  # noqa: E731
     require_same(make, mesh, axis_name=("dcn", "ici"))
 
@@ -151,14 +147,14 @@ MORE = (boostax.adasum, None), (boostax.int8_reduce, "data"), (half, None), (oth
 def test_a_gate_behind_the_reduction_in_a_gate_stays_without():
     """The outer gate has the axis of the reduction, the inner window has none."""
     inner = optax.chain(boostax.all_reduce(), boostax.accumulate(optax.sgd(0.1), 2))
-    with axes.binding(("data",)):
+    with boostax._core.axes.binding(("data",)):
         state = boostax.dynamic_loss_scale(inner).init(PARAMS)
-    assert not trees.find(state, is_per_replica)
+    assert not boostax._core.trees.find(state, boostax._core.replicas.is_per_replica)
 
 
 @pytest.mark.parametrize(("part", "axis"), MORE)
 def test_a_window_in_shards_takes_a_plain_mean_alone(part, axis, mesh):
-    placed = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    placed = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     tx = boostax.on_mesh(window(adam(part(axis)), axis, sums="sharded"), placed)
     with pytest.raises(ValueError, match=r"accumulate: sums must be 'local' around all but all_re"):
         tx.init(placed)
@@ -168,7 +164,7 @@ def test_a_jitted_update_is_not_reused_where_nothing_is_bound(mesh):
     tx = boostax.accumulate(adam(boostax.all_reduce()), 1)
     update = jax.jit(tx.update)
     inside = optax.GradientTransformationExtraArgs(tx.init, lambda *args, **_: update(*args))
-    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     placed = boostax.on_mesh(inside, params, axis_name="data")
     grads = boostax.PerReplica(jax.tree.map(lambda x: jnp.ones((8, *x.shape)), PARAMS))
     state = placed.init(params)

@@ -18,7 +18,6 @@ from test_losses import BATCH, HEADS, PLAIN
 import boostax
 import boostax.nnx
 from boostax._core import degrees
-from boostax.precision import current_scale
 from boostax.train import backward_rules
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
@@ -136,7 +135,7 @@ mended_inject.defvjp(lambda h, aux, s: (h, s), lambda s, g: (g, s, None))
 
 
 def injected(x, aux):
-    return mended_inject(x, aux, current_scale())
+    return mended_inject(x, aux, boostax.precision.current_scale())
 
 
 def auxiliary(p, b):
@@ -156,7 +155,7 @@ def both(p, b):
 
 
 def mended(p, b, scales=None):
-    scale = current_scale()
+    scale = boostax.precision.current_scale()
     clip = ruled(lambda x, g: jnp.clip(g, -1e-3 * scale, 1e-3 * scale))
     return jnp.mean((injected(clip(b[0] @ p["w"]), auxiliary(p, b)) - b[1]) ** 2)
 
@@ -215,7 +214,7 @@ def test_the_scale_is_known_in_each_form_of_a_loss_and_not_kept_from_another():
     loss = lambda p, x: sum(jnp.mean(form(x, p)) for form in FORMS.values())  # noqa: E731
     p, gradient, every = jnp.float32(0.5), boostax.value_and_grad(loss), len(FORMS) + 1
     states = [boostax.static_loss_scale(SGD, scale).init(p) for scale in (8.0, 4.0)]
-    assert jax.grad(loss)(p, X) == every and current_scale() == 1
+    assert jax.grad(loss)(p, X) == every and boostax.precision.current_scale() == 1
     for call in (jax.jit(gradient), jax.jit(lambda *args: gradient(*args)), gradient):
         assert [call(p, state, X)[1] for state in states] == [8 * every, 4 * every]
     # A loss without a scale of its own, in one that has one.

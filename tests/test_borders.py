@@ -233,9 +233,8 @@ def test_a_loop_on_an_explicit_mesh_splits_its_rows(slices, sizes):
 
     x = np.float32(np.random.default_rng(0).normal(size=(2, 8, 6)[slices == 1 :]))
     w = jax.device_put(jnp.ones(6), NamedSharding(mesh, P(last)))
-    split = NamedSharding(mesh, P(*[None] * (x.ndim - 1), last))
     oracle = boostax.value_and_grad(scaled, mesh=mesh, axis_name="data", microbatches=slices)
-    for rows in (x, jax.device_put(x, split)):
+    for rows in (x, jax.device_put(x, NamedSharding(mesh, P(*[None] * (x.ndim - 1), last)))):
         _, grads = jax.jit(oracle)(w, (), rows)
         wanted = 2 * np.mean(np.float64(x) ** 2, tuple(range(x.ndim - 1))) / 6
         np.testing.assert_allclose(np.mean(grads.local, 0), wanted, rtol=1e-6)

@@ -16,7 +16,6 @@ from training import walk
 
 import boostax
 import boostax.nnx
-from boostax import states
 from boostax._core import trees
 from boostax.train.resharding import as_saved, resharded
 
@@ -106,18 +105,18 @@ def test_it_is_muon_for_any_number_of_replicas_and_matrices(replicas):
 def test_it_is_muon_in_a_mapped_function(mode):
     params, replicas = matrices(9), jax.device_count()
     tx = boostax.by_shape(muon(), axis_name="data")
-    state = states.stack_replicas(tx.init(params), replicas)
+    state = boostax.states.stack_replicas(tx.init(params), replicas)
 
     def step(params, state, grads):
         return boostax.apply_gradients(tx, grads, state, params)
 
     if mode in ("checked", "unchecked"):
-        specs = states.state_specs(tx, params, axis_name="data")
+        specs = boostax.states.state_specs(tx, params, axis_name="data")
 
         def local(params, state, grads):
             one = jax.tree.map(lambda g: g[0], grads)
-            params, state = step(params, states.enter_replica(state), one)
-            return params, states.leave_replica(state)
+            params, state = step(params, boostax.states.enter_replica(state), one)
+            return params, boostax.states.leave_replica(state)
 
         given = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs)}
         check = {"check_vma": mode == "checked"}
@@ -180,11 +179,6 @@ def hyperparameters():
     return optax.inject_hyperparams(optax.contrib.muon)(learning_rate=rate, weight_decay=0.1)
 
 
-def partitioned_by_shape():
-    reduced = lambda rate: optax.chain(boostax.all_reduce(), optax.adam(rate))  # noqa: E731
-    return partitioned(lambda: boostax.by_shape(muon()), reduced)
-
-
 WRAPPED = {
     "around hyperparameters": hyperparameters,
     "around Adafactor": functools.partial(optax.adafactor, 0.1, min_dim_size_to_factor=2),
@@ -196,7 +190,9 @@ WRAPPED = {
 @pytest.mark.parametrize("name", ["in a partition", *WRAPPED])
 def test_it_is_the_optimizer_that_it_wraps(name):
     alone = WRAPPED.get(name, partitioned)
-    tx = boostax.by_shape(alone()) if name in WRAPPED else partitioned_by_shape()
+    reduced = lambda rate: optax.chain(boostax.all_reduce(), optax.adam(rate))  # noqa: E731
+    apart = partitioned(lambda: boostax.by_shape(muon()), reduced)
+    tx = boostax.by_shape(alone()) if name in WRAPPED else apart
     params = matrices(6)
     got, _ = on_global_arrays(tx, placed(params, mesh_of(data=4)))
     assert_equal(got, reference(alone, params, 4), 2e-6)

@@ -8,13 +8,10 @@ import optax
 import processes
 import pytest
 from check_replicas import PARAMS, batch_of, flipped, flipped_somewhere, loss_fn, optimizer
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from training import follow
+from training import follow, own_step
 
 import boostax
-from boostax._core import copies
-from boostax.checkpoint import Checkpointer
 from boostax.precision import check_replicas, raise_if_diverged, replicas
 
 WORKER = processes.ROOT / "tests" / "workers" / "replicas.py"
@@ -97,7 +94,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_shard_is_compared_with_its_copies(place):
     shape, names, spec = PLACES[place]
-    mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(names))
+    mesh = jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))
     axis = names if "model" not in names else "data"
     how = {"mesh": mesh, "axis_name": axis, "param_specs": {"w": spec, "h": P(), "v": P()}}
     step = boostax.make_train_step(loss_fn, optimizer(), **how)
@@ -117,18 +114,13 @@ def test_a_shard_is_compared_with_its_copies(place):
 @pytest.mark.parametrize("checks", [True, False])
 def test_in_a_mapped_function_of_ones_own(mesh, checks):
     tx = check_replicas(optax.chain(boostax.all_reduce("data"), optax.adam(1e-2)), axis_name="data")
-    grad_fn = boostax.value_and_grad(loss_fn, axis_name="data")
-
-    def each(params, state, batch):
-        _, grads = grad_fn(params, state, batch)
-        return boostax.apply_gradients(tx, grads, state, params)
-
+    each = own_step(tx, boostax.value_and_grad(loss_fn, axis_name="data"))
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
     step = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=checks, **specs))
-    put = lambda tree: jax.device_put(tree, NamedSharding(mesh, P()))  # noqa: E731
-    params, state = step(put(PARAMS), put(tx.init(PARAMS)), batch_of(0))
+    put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, P()))  # noqa: E731
+    params, state, _ = step(put(PARAMS), put(tx.init(PARAMS)), batch_of(0))
     assert state.applied and state.compared == 8
-    _, held = step(params | {"w": flipped(params["w"], 7, 2, 3)}, state, batch_of(1))
+    _, held, _ = step(params | {"w": flipped(params["w"], 7, 2, 3)}, state, batch_of(1))
     assert not held.applied and held.culprits[0] == 7
 
 
@@ -141,7 +133,7 @@ def texts(monkeypatch):
 
 
 def test_a_loop_of_ones_own_passes_the_program_of_its_loss(mesh, texts):
-    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     tx, grad_fn = boostax.on_mesh(optimizer(), params), boostax.value_and_grad(loss_fn, mesh=mesh)
 
     @jax.jit
@@ -186,7 +178,7 @@ def test_params_of_each_replica_are_not_compared(mesh):
 def test_a_check_that_compares_nothing_is_refused(mesh):
     """One line forgotten: in plain jit without ``on_mesh`` no replica is seen."""
     tx = check_replicas(optax.sgd(0.1))
-    put = lambda tree: jax.device_put(tree, NamedSharding(mesh, P()))  # noqa: E731
+    put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, P()))  # noqa: E731
     step = jax.jit(lambda grads, state, params: boostax.apply_gradients(tx, grads, state, params))
     _, state = step(put(PARAMS), put(tx.init(PARAMS)), put(PARAMS))
     with pytest.raises(ValueError, match=r"compared 1 on 8 devices\. Wrap the chain in"):
@@ -198,7 +190,7 @@ def test_a_check_that_compares_nothing_is_refused(mesh):
 def test_a_checkpoint_of_replicas_that_differ_is_refused(checked, tmp_path):
     _, kept, where = checked
     state = jax.device_put(kept, where)
-    with Checkpointer(tmp_path) as checkpointer:
+    with boostax.checkpoint.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         bad = state._replace(params=state.params | {"w": flipped(state.params["w"], 6, 0, 0)})
         with pytest.raises(ValueError, match=r"got 'params/w' on .*6.* Restore a checkpoint"):
@@ -214,7 +206,7 @@ def test_each_flip_of_each_dtype_changes_the_sums(kind):
     dtype = jnp.dtype(kind)
     with jax.enable_x64(dtype.itemsize == 8 and kind != "c8"):
         x = np.arange(1, 13).reshape(3, 4).astype(dtype)
-        sums = jax.jit(lambda x: copies.sums([x])[0])
+        sums = jax.jit(lambda x: boostax._core.copies.sums([x])[0])
         plain = np.asarray(sums(x))
         count = 1 if kind == "?" else 8 * dtype.itemsize
         for word, bit in [(w, b) for w in (0, 7, 11) for b in range(count)]:
@@ -235,8 +227,8 @@ def test_two_processes_that_differ_end_with_a_table(tmp_path):
 
 
 def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():
-    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (AxisType.Auto,) * 2)
-    names, shard = ("replica", "fsdp"), NamedSharding(mesh, P("fsdp"))
+    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
+    names, shard = ("replica", "fsdp"), jax.NamedSharding(mesh, P("fsdp"))
     tx = check_replicas(optax.chain(boostax.all_reduce(names), optax.sgd(1.0)), axis_name=names)
 
     def each(x, state):

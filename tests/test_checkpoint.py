@@ -22,7 +22,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 
@@ -154,11 +153,11 @@ def test_a_restored_state_is_donated_like_a_fresh_one(tmp_path, how):
     assert reused(restored)[0] == fresh and len(fresh) > 0.9 * len(buffers(state))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_sharded_leaves_come_back_on_another_number_of_devices(tmp_path, kind):
     def place(count):
         mesh = mesh_of(kind, data=count)
-        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+        put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))  # noqa: E731
         return {"split": put(jnp.arange(32.0).reshape(8, 4), "data"), "whole": put(jnp.arange(3.0))}
 
     with Checkpointer(tmp_path) as checkpointer:
@@ -367,17 +366,17 @@ def test_a_target_with_a_number_is_refused(copied):
 def test_a_target_that_orbax_cannot_compare_is_not_called_damage(copied):
     with Checkpointer(copied) as checkpointer:
         fails = mock.Mock(side_effect=IndexError("tuple index out of range"))
-        with mock.patch.object(checkpointer._manager, "restore", fails):
-            with pytest.raises(RuntimeError, match=r"20 in .* cannot be read: .* the saved class"):
-                checkpointer.restore(make_state())
+        error = pytest.raises(RuntimeError, match=r"20 in .* cannot be read: .* the saved class")
+        with mock.patch.object(checkpointer._manager, "restore", fails), error:
+            checkpointer.restore(make_state())
 
 
 def test_a_save_that_failed_in_the_background_is_reported(copied):
     with Checkpointer(copied) as checkpointer:
         full = mock.Mock(side_effect=OSError("no space left on device"))
-        with mock.patch.object(checkpointer._manager, "wait_until_finished", full):
-            with pytest.raises(RuntimeError, match="no space left"):
-                checkpointer.save(30, make_state())
+        error = pytest.raises(RuntimeError, match="no space left")
+        with mock.patch.object(checkpointer._manager, "wait_until_finished", full), error:
+            checkpointer.save(30, make_state())
         assert checkpointer.latest() == 20
 
 

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawing import draws
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from reducing import at_once, correlated, in_turn, repeated
 
 import boostax
 
-seeds = st.integers(0, 2**32 - 1)
+seeds = strategies.integers(0, 2**32 - 1)
 SPARSE = {
     "top_k": lambda **o: boostax.top_k_reduce("data", 0.2, **o),
     "top_k_count": lambda **o: boostax.top_k_reduce("data", count=3, **o),
@@ -68,7 +67,7 @@ def residual(state):
 
 @pytest.mark.parametrize("name", SPARSE)
 @draws(15)
-@given(seed=seeds, replicas=st.sampled_from([2, 3, 8]))
+@given(seed=seeds, replicas=strategies.sampled_from([2, 3, 8]))
 def test_sparse_reductions_hold_back_exactly_what_they_do_not_send(name, seed, replicas):
     """Entry by entry either all of gradient plus residual is sent, or all of it stays."""
     rounds = normal(seed, replicas), normal(seed + 1, replicas)
@@ -84,7 +83,7 @@ def test_sparse_reductions_hold_back_exactly_what_they_do_not_send(name, seed, r
 
 @pytest.mark.parametrize("name", ROUNDED)
 @draws(15)
-@given(seed=seeds, replicas=st.sampled_from([2, 3, 8]), power=st.integers(-20, 15))
+@given(seed=seeds, replicas=strategies.sampled_from([2, 3, 8]), power=strategies.integers(-20, 15))
 def test_nothing_is_lost(name, seed, replicas, power):
     """The mean of what is wanted is the mean sent and the mean held back."""
     magnitude = 10.0**power

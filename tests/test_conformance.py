@@ -69,19 +69,15 @@ NAMES = (
 QUICK = {*NAMES.split(), *DIFFERENT}
 
 
-def cases():
-    """A run for each program, by one dictionary each; what is done by hand beside it is not."""
-    found = {}
-    for run in ABOUT["runs"]:
-        # DimReduce takes a basis or checkpoints: those are no cases here.
-        files = run.get("switches", {}).get("dim_reduce")
-        if "program" in run and run["way"] in ("boost", "model") and not files:
-            about = run["program"], json.dumps(run["config"]), run["level"], run["optimizer"]
-            found.setdefault(about, run)
-    return {key(run): run for run in found.values()}
-
-
-CASES = cases()
+# A run for each program, by one dictionary each; what is done by hand beside it is not. DimReduce
+# takes a basis or checkpoints: those are no cases here.
+FIRST = {}
+for run in ABOUT["runs"]:
+    files = run.get("switches", {}).get("dim_reduce")
+    if "program" in run and run["way"] in ("boost", "model") and not files:
+        about = run["program"], json.dumps(run["config"]), run["level"], run["optimizer"]
+        FIRST.setdefault(about, run)
+CASES = {key(run): run for run in FIRST.values()}
 
 
 @pytest.mark.parametrize("name", lanes(CASES, QUICK))

@@ -15,8 +15,6 @@ from mindspore_runs import ABOUT, arrays, as_flax, split
 from training import follow, losses_of
 
 import boostax
-from boostax._core import trees
-from boostax.checkpoint import Checkpointer
 from boostax.config.auto import auto
 from boostax.subspace import files, pca_basis
 
@@ -44,7 +42,7 @@ def with_files(config, folder):
 def write(folder, snapshots):
     folder.mkdir()
     for i, tree in enumerate(snapshots):
-        np.savez(folder / f"{i:02}.npz", **dict(trees.named(tree)))
+        np.savez(folder / f"{i:02}.npz", **dict(boostax._core.trees.named(tree)))
 
 
 def mindspores_runs():
@@ -106,7 +104,7 @@ def run():
 
 
 def write_checkpoints(folder, snapshots):
-    with Checkpointer(folder, keep=len(snapshots)) as checkpointer:
+    with boostax.checkpoint.Checkpointer(folder, keep=len(snapshots)) as checkpointer:
         for i, tree in enumerate(snapshots):
             checkpointer.save(i, {"params": jax.tree.map(jnp.asarray, tree), "more": jnp.ones(3)})
 

@@ -22,7 +22,6 @@ from lanes import lanes
 import boostax
 from boostax import testing
 from boostax.__main__ import main
-from boostax.config import keys
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
@@ -134,12 +133,11 @@ def test_figures_that_a_notebook_holds_are_those_of_the_record():
         sections = harness.sections_of(name["record"])
         for start, (columns, *rows) in given["record"].items():
             (title,) = (title for title in sections if title.startswith(start))
-            known = [tuple(rounded(row[c]) for c in columns) for row in sections[title]]
+            cells = [[row[c] for c in columns] for row in sections[title]]
+            known = [
+                tuple(round(x, 4) if isinstance(x, float) else x for x in row) for row in cells
+            ]
             assert not [row for row in rows if row not in known], title
-
-
-def rounded(value):
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def test_notebooks_use_names_that_exist(tmp_path, monkeypatch):
@@ -199,15 +197,11 @@ CONTRACT = (ROOT / "docs" / "contract.md").read_text()
 PROMISES = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |^## )", CONTRACT, re.M | re.S)
 
 
-def defined(path, name):
-    """Whether a file defines a function, a class or a value of a name, at any depth."""
-    return re.search(rf"^ *((def|class) {name}\b|{name}(: .*)? = )", path.read_text(), re.M)
-
-
 def test_a_promise_names_what_holds_it():
     """Laws of the testing package, or tests."""
     assert [int(number) for number, _ in PROMISES] == list(range(1, 16))
     sources = [*located("boostax/testing").glob("*.py"), *ROOT.glob("tests/**/*.py")]
+    texts = [path.read_text() for path in sources]
     for number, promise in PROMISES:
         told = re.split(r"\*(?:Laws?|Tests):\*", promise)
         assert len(told) == 2, f"promise {number} names neither a law nor a test"
@@ -215,7 +209,9 @@ def test_a_promise_names_what_holds_it():
         assert names
         for name in names:
             known = located(name).is_file() if "/" in name else name in testing.LAWS
-            assert known or any(defined(path, f"(test_)?{name}") for path in sources), name
+            # A function, a class or a value, at any depth of a file.
+            found = rf"(?m)^ *((def|class) (test_)?{name}\b|(test_)?{name}(: .*)? = )"
+            assert known or any(re.search(found, text) for text in texts), name
 
 
 def test_a_law_is_beside_its_promise():
@@ -230,7 +226,7 @@ def test_the_place_of_a_codec_is_named():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     where = r"of `\[order\]` in `boostax/config/order.toml` \|"
     (key,) = re.findall(rf"\| a reduction \| `(\w+)` {where}", text)
-    assert keys.PARTS[key]["int8"] is boostax.int8_reduce
+    assert boostax.config.keys.PARTS[key]["int8"] is boostax.int8_reduce
 
 
 SENTENCES = tomllib.loads(located("boostax/names.toml").read_text("utf8"))

@@ -17,9 +17,7 @@ from recorded import plain
 
 import boostax
 from boostax import model, precision, reduce, subspace
-from boostax.config import dictionary
 from boostax.model import layouts
-from boostax.precision import formats
 from boostax.precision.flax import apply_policy
 from boostax.precision.store import Moments
 from boostax.subspace.dim_reduce import RULES, RuleName
@@ -64,7 +62,7 @@ WRAPPERS = (
 )
 ONE = jax.make_mesh((1,), ("data",), axis_types=(AUTO,))
 PARAMS = {"w": jnp.ones(3)}
-SHARDED = jax.device_put(jnp.ones(3), jax.sharding.NamedSharding(ONE, P("data")))
+SHARDED = jax.device_put(jnp.ones(3), jax.NamedSharding(ONE, P("data")))
 of = functools.partial
 
 
@@ -199,8 +197,8 @@ def test_a_misspelt_word_is_refused_with_those_that_a_checker_knows(function, ar
     assert any(all(repr(word) in message for word in known) for message in messages)
 
 
-TABLES = [(Moments, formats.FORMATS), (layouts.LayoutName, layouts.LAYOUTS)]
-TABLES += [(RuleName, RULES), (dictionary.Level, dictionary.LEVELS)]
+TABLES = [(Moments, boostax.precision.formats.FORMATS), (layouts.LayoutName, layouts.LAYOUTS)]
+TABLES += [(RuleName, RULES), (boostax.config.dictionary.Level, boostax.config.dictionary.LEVELS)]
 
 
 @pytest.mark.parametrize(("literal", "table"), TABLES)
@@ -330,7 +328,7 @@ def test_a_stacked_batch_leads_with_as_many_micro_batches_everywhere(other):
 def test_a_stacked_batch_has_rows_to_split(mesh):
     """Of the whole batch, not of a replica's part of it."""
     fn = boostax.value_and_grad(weighed, mesh=mesh, axis_name="data", microbatches="stacked")
-    w = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, jax.P()))
+    w = jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, jax.P()))
     for other in ({"y": jnp.ones(4)}, {"a/b": jnp.ones((3, 8))}):
         with pytest.raises(ValueError, match=r"value_and_grad: .*micro-batches, rows.*: \(4, 8\)"):
             jax.jit(fn)(w, (), {"x": jnp.ones((4, 8))} | other)

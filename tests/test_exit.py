@@ -109,8 +109,7 @@ NESTINGS = {
 
 def innermost(state):
     """Moments and counters of the optimizer."""
-    inside = [x for x in jax.tree.leaves(state, is_leaf=is_check) if is_check(x)]
-    state = inside[0].inner_state
+    state = next(filter(is_check, jax.tree.leaves(state, is_leaf=is_check))).inner_state
     return state.inner_state if isinstance(state, boostax.states.AccumulateState) else state
 
 

@@ -14,7 +14,6 @@ import pytest
 
 import boostax
 from boostax.config.auto import auto
-from boostax.order.findings import findings
 from boostax.order.parts import read, role, rows
 
 AXIS = {"axis_name": "data"}
@@ -194,7 +193,7 @@ CASES = [case(fix, *each) for fix, listed in WRONG.items() for each in listed]
 
 
 def found_in(tx):
-    return findings(rows(read(tx)))
+    return boostax.order.findings.findings(rows(read(tx)))
 
 
 @pytest.mark.parametrize(("wrong", "right", "what", "fix"), CASES)

@@ -18,7 +18,6 @@ from training import walk
 
 import boostax
 import boostax.testing
-from boostax.reduce import compress
 from boostax.testing import LAWS, PAIR_LAWS, Case
 
 THAWING = boostax.freeze_schedule(thaw, total_steps=12)
@@ -58,7 +57,7 @@ def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
             message = super().reduce(leaves, state, names)
             return message._replace(residuals=[jnp.zeros_like(x) for x in leaves])
 
-    sent = lambda axis: compress(Forgetful(), name="forgetful", axis_name=axis)  # noqa: E731
+    sent = lambda axis: boostax.reduce.compress(Forgetful(), name="forgetful", axis_name=axis)  # noqa: E731
     make = lambda inner, axis: optax.chain(sent(axis), inner)  # noqa: E731
     with pytest.raises(AssertionError, match=r"of the gradients are lost at call 0"):
         LAWS["what_is_not_sent_waits"](Case("forgetful", make, **REDUCES))

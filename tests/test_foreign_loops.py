@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -70,7 +69,7 @@ def test_a_window_in_an_nnx_optimizer_is_flushed():
     tx, model = boostax.accumulate(optax.sgd(1.0), 2), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     before = model.bias[...]
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model)))
+    optimizer.update(model, jax.tree.map(jax.numpy.ones_like, nnx.state(model)))
     params, state = boostax.flush(tx, optimizer.opt_state, nnx.state(model))
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))

@@ -17,8 +17,7 @@ from flax import nnx, struct
 from flax.core import FrozenDict
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 from boostax._core import trees
 from boostax._core.groups import as_groups
@@ -293,8 +292,7 @@ def scanned(p, x):
 
 def experts(p, x):
     """Weights chosen by data are read where they are chosen."""
-    w = lax.switch(x.sum().astype(int) % 2, [lambda: p["x"], lambda: p["y"]])
-    return x @ p["a"] @ w
+    return x @ p["a"] @ lax.switch(x.sum().astype(int) % 2, [lambda: p["x"], lambda: p["y"]])
 
 
 def repeated(p, x):

@@ -112,8 +112,7 @@ def test_depths_have_the_share_and_range_that_the_kind_promises(
         assert np.all(np.diff(depths) >= 0)
         power = 3 if kind == "ramp" else 1
         first = (1 - fraction) ** (1 / power)
-        second = first + (1 - first) / (groups - 1)
-        if steps * (second**power - first**power) >= 2:
+        if steps * ((first + (1 - first) / (groups - 1)) ** power - first**power) >= 2:
             assert set(depths.tolist()) == set(range(groups))
 
 

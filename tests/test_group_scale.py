@@ -11,8 +11,7 @@ import numpy as np
 import optax
 import pytest
 from drawing import draws
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from memory import temporary_bytes
 
 import boostax
@@ -63,7 +62,7 @@ def test_the_table_moves_as_in_mindspore(golden):
 
 
 @draws(60)
-@given(st.floats(2.0**-60, 2.0**60, width=32))
+@given(strategies.floats(2.0**-60, 2.0**60, width=32))
 def test_the_scale_applied_is_the_power_of_two_below_the_table(entry):
     state = start()._replace(table=jnp.full(3, entry, jnp.float32))
     mantissa, exponent = np.frexp(np.float32(entry))
@@ -347,7 +346,6 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
     """From 1/4 down to 2**-50: f16 has 40 powers of two, subnormals included."""
     count, x = 17, jnp.ones(4)
     params = [jnp.ones(4) for _ in range(count)]
-    labels = list(range(count))
 
     def loss(params, x, *, scales=None):
         hidden = x.astype(jnp.float16)
@@ -359,7 +357,7 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
         return jnp.mean(hidden.astype(jnp.float32))
 
     true = 2.0 ** (-2 - 3.0 * np.arange(count)[::-1])
-    tx = group_loss_scale(optax.identity(), labels, rule="measure", max_scale=2.0**60)
+    tx = group_loss_scale(optax.identity(), [*range(count)], rule="measure", max_scale=2.0**60)
     state = tx.init(params)
     step = jax.jit(functools.partial(by_hand, tx, loss))
     kept = np.zeros(count, bool)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 
@@ -146,16 +145,16 @@ def test_a_plain_loss_is_refused_in_every_context(name):
 def on_mesh(kind, scaler):
     """A mesh, replicated params on it, and a scaled mean over it."""
     mesh = mesh_of(kind, data=4)
-    params = jax.device_put(W, NamedSharding(mesh, P()))
+    params = jax.device_put(W, jax.NamedSharding(mesh, P()))
     tx = scaler(optax.chain(boostax.all_reduce("data"), optax.sgd(0.1)), axis_name="data")
     return mesh, params, boostax.on_mesh(tx, params, axis_name="data")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_a_plain_loss_is_refused_on_global_arrays(kind):
     mesh, params, tx = on_mesh(kind, boostax.dynamic_loss_scale)
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
-    state, x = tx.init(params), jax.device_put(X, NamedSharding(mesh, P("data")))
+    state, x = tx.init(params), jax.device_put(X, jax.NamedSharding(mesh, P("data")))
     plain = lambda params, state, x: oracle(params, optax.EmptyState(), x)  # noqa: E731
     with pytest.raises(ValueError, match=REFUSED):
         jax.jit(step_of(tx, plain))(params, state, x)
@@ -234,8 +233,7 @@ def test_freezing_in_one_program_asks_as_its_caller_does(context):
     tx = boostax.scheduled_freeze(SCALE(optax.sgd(0.1)), LABELS, [0, 1])
     run = jax.jit if context == "jit" else lambda fn: fn
     run(step_of(tx, by_oracle))(W, tx.init(W), X)
-    refused = pytest.raises(ValueError, match=REFUSED)
-    with refused if context == "jit" else contextlib.nullcontext():
+    with pytest.raises(ValueError, match=REFUSED) if context == "jit" else contextlib.nullcontext():
         run(step_of(tx, unscaled))(W, tx.init(W), X)
 
 
@@ -286,7 +284,7 @@ def test_groups_need_their_boundaries(form):
 
 def test_groups_on_global_arrays_need_their_boundaries():
     by_group = functools.partial(precision.group_loss_scale, labels=LABELS)
-    mesh, params, tx = on_mesh(AxisType.Auto, by_group)
+    mesh, params, tx = on_mesh(jax.sharding.AxisType.Auto, by_group)
     step = lambda loss: step_of(tx, boostax.value_and_grad(loss, mesh=mesh, axis_name="data"))  # noqa: E731
     jax.eval_shape(step(crossing_by_hand), params, tx.init(params), X)
     with pytest.raises(ValueError, match=ALONE):

@@ -10,9 +10,7 @@ import pytest
 from lanes import lanes
 
 import boostax
-from boostax._core import trees
 from boostax.testing import drawn
-from boostax.train.compiled import asked
 
 # Beside ``learning_rate=1e-2``, or in its place.
 SETTINGS = {
@@ -30,19 +28,14 @@ SHAPES = {"kernel": (4, 3), "bias": (3,), "scale": (1,)}
 GROUPS, ALL = {"kernel": 0, "bias": 1, "scale": 1}, dict.fromkeys(SHAPES, 0)
 
 
-def optimizers():
-    """Every factory of Optax's and of contrib's that takes a learning rate."""
-    found = {}
-    for module in (optax.contrib, optax):
-        for name, factory in inspect.getmembers(module, inspect.isfunction):
-            parts = name.startswith(("scale_by", "schedule_free")) and name not in SETTINGS
-            takes = "learning_rate" in inspect.signature(factory).parameters
-            if takes and not parts and name not in LEFT_OUT:
-                found[name] = factory
-    return found
-
-
-OPTIMIZERS = optimizers()
+# Every factory of Optax's and of contrib's that takes a learning rate.
+OPTIMIZERS = {
+    name: factory
+    for module in (optax.contrib, optax)
+    for name, factory in inspect.getmembers(module, inspect.isfunction)
+    if "learning_rate" in inspect.signature(factory).parameters and name not in LEFT_OUT
+    if name in SETTINGS or not name.startswith(("scale_by", "schedule_free"))
+}
 
 
 def made(name):
@@ -76,10 +69,10 @@ def objective(params):
 
 def trained(tx, dtype, wide, steps=3):
     """Params after some steps; ``wide`` keeps the optimizer in f32 by hand."""
-    names = asked(tx)
+    names = boostax.train.compiled.asked(tx)
     given = {"value": jnp.float32(2.0)} if "value" in names else {}
     given |= {"obj_fn": objective} if "obj_fn" in names else {}
-    up = trees.at_least_float32 if wide else lambda tree: tree
+    up = boostax._core.trees.at_least_float32 if wide else lambda tree: tree
 
     @jax.jit
     def step(params, state, grads):

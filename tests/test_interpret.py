@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 import boostax
 from boostax._core import interpret
-from boostax.train import refusals
 
 PACKAGE = pathlib.Path(boostax.__file__).parent
 X = jnp.arange(1.0, 5.0)
@@ -114,7 +112,7 @@ def crossed(mesh, fn):
 
     def look(w, x):
         _, tangent = jax.linearize(lambda w: fn(w, x), w)
-        seen.append(refusals.axes_of_gradients(jax.make_jaxpr(tangent)(w)))
+        seen.append(boostax.train.refusals.axes_of_gradients(jax.make_jaxpr(tangent)(w)))
         return x
 
     jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=P("data"), out_specs=P("data")), X2, X2)

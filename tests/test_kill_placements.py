@@ -15,7 +15,6 @@ import several_processes as example
 from workers.moves import REDUCTIONS, Ledger, optimizer
 
 import boostax
-from boostax.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.long
 WORKER = processes.ROOT / "tests" / "workers" / "moves.py"
@@ -135,7 +134,7 @@ def test_killed_on_fsdp_and_on_zero_it_ends_as_moved_by_hand(tmp_path, reduction
 
     wanted, history = by_hand(reduction, moves)
     step = example.make_step(jax.devices()[:2], "whole", optimizer(reduction))
-    with Checkpointer(steps) as checkpointer:
+    with boostax.checkpoint.Checkpointer(steps) as checkpointer:
         found, _ = checkpointer.restore(step.init(example.init_params()), last)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     off, bound = missing(wanted, history)

@@ -138,8 +138,7 @@ class Linen(nn.Module):
         def norm(x, name):
             return x if name in self.skip else nn.BatchNorm(not train, name=name)(x)
 
-        x = nn.relu(norm(conv(x, "stem"), "stem_norm"))
-        x = self.block(x, conv, norm).mean((1, 2))
+        x = self.block(nn.relu(norm(conv(x, "stem"), "stem_norm")), conv, norm).mean((1, 2))
         head = NormalizedDense if self.cosines else nn.Dense
         return head(3, name="head")(nn.Dense(8, name="hidden")(x))
 
@@ -169,8 +168,7 @@ class NNX(nnx.Module):
                 return x
             return layer(name, lambda: nnx.BatchNorm(x.shape[-1], rngs=self.rngs))(x)
 
-        x = nn.relu(norm(conv(x, "stem"), "stem_norm"))
-        x = self.block(x, conv, norm).mean((1, 2))
+        x = self.block(nn.relu(norm(conv(x, "stem"), "stem_norm")), conv, norm).mean((1, 2))
         head = NormalizedLinear if self.cosines else lambda linear: linear
         x = layer("hidden", lambda: nnx.Linear(x.shape[-1], 8, rngs=self.rngs))(x)
         return layer("head", lambda: head(nnx.Linear(8, 3, rngs=self.rngs)))(x)
@@ -446,24 +444,18 @@ class Recorded(nn.Module):
         return nn.Dense(4, name="fc")(x)
 
 
-def flax_params(run):
-    """MindSpore's weights, which lead with the outputs, in the places of Flax's."""
-    tree = {name[2:].rpartition(".")[0]: {} for name in run if name.startswith("w_")}
-    for module, leaf in itertools.product(tree, LEAVES):
-        if (name := f"w_{module}.{leaf}") in run:
-            tree[module][LEAVES[leaf]] = turned(run[name])
-    return tree
-
-
 def test_mindspores_network(arrays):
     run = arrays("less_bn_resnet.npz")
     x = run["x"].transpose(0, 2, 3, 1)
     less, report = less_bn(Recorded(), x, normalized_head=False)
-    blocks = [(f"k{i}.b1", f"k{i}.b2") for i in (1, 2, 3)]
-    assert set(report.removed) == {"k1.bd", *sum(blocks, ())}
+    assert {*report.removed} == {"k1.bd", *(f"k{i}.b{j}" for i in (1, 2, 3) for j in (1, 2))}
+    # MindSpore's weights, which lead with the outputs, in the places of Flax's.
+    params = {name[2:].rpartition(".")[0]: {} for name in run if name.startswith("w_")}
+    for module, leaf in itertools.product(params, LEAVES):
+        if (name := f"w_{module}.{leaf}") in run:
+            params[module][LEAVES[leaf]] = turned(run[name])
     for model, name in ((Recorded(), "y_plain_train"), (less, "y_lessbn_train")):
-        variables = model.init(KEY, x)
-        variables = {**variables, "params": flax_params(run)}
+        variables = {**model.init(KEY, x), "params": params}
         y, _ = model.apply(variables, x, mutable=["batch_stats"])
         assert np.abs(y - run[name]).max() < 1e-5
     assert np.abs(run["y_plain_train"] - run["y_lessbn_train"]).max() > 0.05

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from reducing import at_once, mapped, mesh_of
 
 import boostax
-from boostax.reduce.local import _even_runs
 from boostax.testing import drawn
 
 RATE, MOMENTUM = 0.1, 0.9
@@ -147,9 +146,8 @@ def sparse_loco(every, density, block, decay):
 
 
 def assert_follows(each, noise, meet, tolerance=3e-6):
-    leaves = jax.tree.leaves(each)
     for t, own in enumerate(reference(noise, meet)):
-        for actual, expected in zip(leaves, own, strict=True):
+        for actual, expected in zip(jax.tree.leaves(each), own, strict=True):
             np.testing.assert_allclose(actual[:, t], expected, atol=tolerance, rtol=tolerance)
 
 
@@ -206,8 +204,7 @@ def test_without_an_outer_optimizer_there_is_no_copy_of_the_params():
 
 
 def test_a_warm_up_needs_no_outer_optimizer():
-    tx = local_updates(SGD, 4, None, warmup=3)
-    each, _ = trajectory(tx, draw(9, 2, 7), "checked")
+    each, _ = trajectory(local_updates(SGD, 4, None, warmup=3), draw(9, 2, 7), "checked")
     met = [equal_on_all(each["a"][:, t]) for t in range(7)]
     assert met == [True, True, True, False, False, False, True]
 
@@ -217,7 +214,7 @@ def test_consecutive_leaves_are_shared_out_evenly():
     for _ in range(100):
         sizes = [int(x) for x in rng.integers(0, 20, rng.integers(1, 8))]
         parts = int(rng.integers(1, len(sizes) + 1))
-        labels = _even_runs(sizes, parts)
+        labels = boostax.reduce.local._even_runs(sizes, parts)
         assert labels == sorted(labels) and set(labels) == set(range(parts))
         cuts = itertools.combinations(range(1, len(sizes)), parts - 1)
         runs = ([0, *inner, len(sizes)] for inner in cuts)

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lanes import lanes, spread
 
 import boostax
-from boostax.nnx import Optimizer
 from boostax.testing import check_loss
 from boostax.testing._losses import TRIALS, _spec
 
@@ -169,7 +168,7 @@ def test_a_loss_trains_in_every_trial_as_on_one_device(name):
 def test_a_recurrent_module_of_nnx_draws_its_carry_on_a_mesh(mesh):
     """An RNN whose carry comes from the module's own Rngs, in a step of boostax.nnx."""
     model = jax.device_put(gru(), NamedSharding(mesh, PartitionSpec()))
-    optimizer = Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
+    optimizer = boostax.nnx.Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
 
     @nnx.jit
     def step(model, optimizer, x):

@@ -18,7 +18,6 @@ from lanes import lanes
 from recorded import plain
 
 import boostax
-from boostax import states
 from boostax.config.migrate import migrate_state
 from boostax.testing import drawn
 
@@ -375,7 +374,7 @@ OLD = {
 @pytest.mark.parametrize(("new", "old"), [(new, x) for new in OLD for x in OLD[new].split()])
 def test_a_field_is_read_by_its_name_of_0_3(new, old):
     layers = getattr(sys.modules.get("boostax.layers.release"), "LayersState", None)
-    for cls in [x for x in (*vars(states).values(), layers) if hasattr(x, "_fields")]:
+    for cls in [x for x in (*vars(boostax.states).values(), layers) if hasattr(x, "_fields")]:
         assert old not in cls._fields
         if new in cls._fields:
             expected = cls(*map(jnp.int32, range(len(cls._fields))))
@@ -412,7 +411,7 @@ def test_residuals_of_a_train_state_are_kept_per_replica(mesh):
     old_tx = optax.chain(boostax.top_k_reduce("data", density=0.25), ADAM())
     new_tx, params = boostax.accumulate(old_tx, 2, axis_name="data"), make_params()
     old = jax.tree.map(jnp.ones_like, boostax.states.stack_replicas(old_tx.init(params), 8))
-    rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
     old = (old[0]._replace(residual=jax.device_put(old[0].residual, rows)), *old[1:])
     state, report = migrate_state(old, new_tx, params)
     fresh = boostax.states.stack_replicas(new_tx.init(params), 8)

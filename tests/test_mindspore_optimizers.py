@@ -70,8 +70,12 @@ def test_decay_spares_norms_unless_params_are_grouped(tx, weight, norm):
     for decayed, spared in zip(weight, norm, strict=True):
         updates, state = tx.update(jax.tree.map(lambda _: jnp.float32(0.5), params), state, params)
         params = optax.apply_updates(params, updates)
-        expected = {"fc": decayed, "bn1": spared, "LayerNorm_0": spared, "own": spared}
-        for name, value in expected.items():
+        for name, value in (
+            ("fc", decayed),
+            ("bn1", spared),
+            ("LayerNorm_0", spared),
+            ("own", spared),
+        ):
             np.testing.assert_allclose(jax.tree.leaves(params[name]), value, rtol=0, atol=2e-6)
 
 

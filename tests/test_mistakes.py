@@ -11,22 +11,20 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import boostax
 from boostax import Aux, accumulate, all_reduce, apply_gradients, model, on_mesh, precision
-from boostax.checkpoint import Checkpointer
 from boostax.nnx import Optimizer
 
 chain, freeze, scaler = optax.chain, boostax.scheduled_freeze, boostax.dynamic_loss_scale
 migrate_state, value_and_grad = boostax.migrate_state, boostax.value_and_grad
 CONTRACT = pathlib.Path(__file__).parents[1] / "docs" / "contract.md"
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 W = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
 X = {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 2))}
-ON_ALL = jax.device_put(W, NamedSharding(MESH, P()))
+ON_ALL = jax.device_put(W, jax.NamedSharding(MESH, P()))
 ADAM, ROWS = optax.adam(1e-3), {name: x[:6] for name, x in X.items()}
 SCALED, WINDOW, MEAN = scaler(ADAM), accumulate(ADAM, 2), chain(all_reduce(), ADAM)
 OF, TERMS = ADAM.init(W), accumulate(ADAM, 2, normalize=("ce", "z"))
@@ -88,7 +86,7 @@ def mapped():
 
 
 def saved(use, tmp_path):
-    with Checkpointer(tmp_path) as checkpoints:
+    with boostax.checkpoint.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state())
         return use(checkpoints)
 

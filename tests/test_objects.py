@@ -13,7 +13,6 @@ import optax
 import pytest
 from contract_cases import CASES
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from reducing import mesh_of
 
 import boostax
@@ -165,7 +164,7 @@ def test_layers_of_an_equinox_module_are_frozen(chosen):
 def test_a_flush_keeps_what_is_no_array(replicas):
     """Defect guarded against: the activation was gone with the open window."""
     mesh, net = mesh_of(data=replicas), Net(MLP, eqx.nn.Dropout(0.5, inference=True))
-    model = eqx.filter_shard(net, NamedSharding(mesh, PartitionSpec()))
+    model = eqx.filter_shard(net, jax.NamedSharding(mesh, jax.P()))
     parts = [boostax.all_reduce("data")] if replicas > 1 else []
     axis = {"axis_name": "data"} if replicas > 1 else {}
     tx = boostax.accumulate(optax.chain(*parts, optax.sgd(0.1)), 2, **axis)
@@ -246,7 +245,7 @@ def test_groups_of_an_nnx_state_fit_the_arrays_of_its_optimizer(name, boxed):
 
 
 def test_a_state_on_a_mesh_is_made_of_shapes(mesh):
-    where = NamedSharding(mesh, PartitionSpec("data"))
+    where = jax.NamedSharding(mesh, jax.P("data"))
     params = jax.device_put({"w": jnp.zeros((8, 2), jnp.bfloat16)}, where)
     shapes = {"w": jax.ShapeDtypeStruct((8, 2), jnp.bfloat16, sharding=where)}
     tx = boostax.dynamic_loss_scale(optax.adam(0.1), axis_name="data")

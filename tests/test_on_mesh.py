@@ -136,10 +136,9 @@ OPTIMIZERS = {
 }
 if hasattr(optax.contrib, "galore"):
     OPTIMIZERS["galore"] = lambda rate: optax.contrib.galore(rate, rank=4)
-QUICK = ("adafactor", "lamb", "muon", "roll", "noise")
 
 
-@pytest.mark.parametrize("name", lanes(OPTIMIZERS, QUICK))
+@pytest.mark.parametrize("name", lanes(OPTIMIZERS, ("adafactor", "lamb", "muon", "roll", "noise")))
 def test_any_optimizer_with_a_sharded_state(name):
     """As where all of it is whole: it sees global arrays."""
     chain = optax.chain(boostax.all_reduce("data"), OPTIMIZERS[name](1e-3))
@@ -325,10 +324,6 @@ def test_a_python_number_among_the_arguments_of_jit_is_named(mesh):
     tx = optax.chain(boostax.all_reduce("data"), optax.sgd(0.1))
     tx = boostax.on_mesh(tx, {"w": w, "rate": 2.0}, axis_name="data")
     fn = boostax.value_and_grad(lambda p, x: jnp.mean(p["rate"] * p["w"] * x), mesh=mesh)
-
-    @jax.jit
-    def step(params, state, x):
-        return boostax.apply_gradients(tx, fn(params, state, x)[1], state, params)
-
+    step = own_step(tx, fn)
     with pytest.raises(ValueError, match=r"got another path, 'rate'.*Python numbers.*jnp\.asarray"):
         step({"w": w, "rate": 2.0}, tx.init({"w": w}), jnp.ones((8, 2)))

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import boostax
-from boostax._core import axes
 from boostax.testing import LAWS, PAIR_LAWS, Case, _pairs, laws_for
 
 
@@ -59,7 +58,7 @@ def by_type(inner, axis):
     """Twice as much where JAX says that a gradient varies."""
 
     def update(grads, state, params=None, **extra):
-        return jax.tree.map(lambda g: g * 2 if axes.varying(g) else g, grads), state
+        return jax.tree.map(lambda g: g * 2 if boostax._core.axes.varying(g) else g, grads), state
 
     twice = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
     return optax.chain(twice, boostax.all_reduce(axis), inner)

@@ -10,13 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 from training import follow
 
 import boostax
-from boostax._core.interpret import equations
 from boostax.precision.flax import apply_policy
 from boostax.precision.policy import Level
 
@@ -81,11 +78,11 @@ def test_gradients_arrive_in_the_params_own_dtype(level, stored):
 FUNCTIONS = {
     "matmul": lambda w, x: jnp.tanh(x @ w),
     "einsum": lambda w, x: jnp.einsum("ij,kj->ik", jnp.exp(x), w),
-    "conv": lambda w, x: jnp.tanh(lax.conv(x[None, None], w[None, None], (1, 1), "SAME")),
+    "conv": lambda w, x: jnp.tanh(jax.lax.conv(x[None, None], w[None, None], (1, 1), "SAME")),
     "jit": lambda w, x: jax.jit(lambda x: jnp.tanh(x @ w))(x),
-    "scan": lambda w, x: lax.scan(lambda c, _: (jnp.tanh(c @ w), c.sum()), x, None, 3)[0],
-    "while": lambda w, x: lax.while_loop(lambda y: y.sum() < 99, lambda y: y + (y @ w) ** 2, x),
-    "cond": lambda w, x: lax.cond(x.sum() > 99, lambda: jnp.tanh(x), lambda: jnp.tanh(x @ w)),
+    "scan": lambda w, x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), c.sum()), x, None, 3)[0],
+    "while": lambda w, x: jax.lax.while_loop(lambda y: y.sum() < 99, lambda y: y + (y @ w) ** 2, x),
+    "cond": lambda w, x: jax.lax.cond(x.sum() > 99, lambda: jnp.tanh(x), lambda: jnp.tanh(x @ w)),
     "remat": lambda w, x: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x),
     "custom_jvp": lambda w, x: jax.nn.relu(x @ w),
     "softmax": lambda w, x: jax.nn.softmax(x @ w),
@@ -93,7 +90,7 @@ FUNCTIONS = {
     "grad": lambda w, x: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) ** 2))(x),
     "gather": lambda w, x: w[jnp.array([1, 0])] @ x,
     "random": lambda w, x: jax.random.normal(jax.random.key(0), x.shape) @ w,
-    "nested": lambda w, x: lax.map(jax.checkpoint(lambda row: jax.jit(jnp.dot)(row, w)), x),
+    "nested": lambda w, x: jax.lax.map(jax.checkpoint(lambda row: jax.jit(jnp.dot)(row, w)), x),
 }
 # What moves f16 numbers to and from a product, and what carries them out of a call, loop or branch.
 MOVES = {"convert_element_type", "transpose", "broadcast_in_dim", "empty2", "jit", "scan", "cond"}
@@ -104,7 +101,7 @@ PRODUCTS = {"dot_general", "conv_general_dilated"}
 def low_primitives(fn, *args):
     """Names of what gives an f16 result; and whether there is a product that does not."""
     found = set()
-    for eqn, _ in equations(jax.make_jaxpr(fn)(*args).jaxpr):
+    for eqn, _ in boostax._core.interpret.equations(jax.make_jaxpr(fn)(*args).jaxpr):
         if any(getattr(var.aval, "dtype", None) == f16 for var in eqn.outvars):
             found.add(eqn.primitive.name)
         elif eqn.primitive.name in PRODUCTS:
@@ -150,7 +147,7 @@ def test_o1_around_and_inside_shard_map(mesh, name, check_vma):
 
 @pytest.mark.parametrize("name", ["matmul", "scan", "remat", "custom_jvp"])
 def test_o1_keeps_explicit_sharding(name):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         w, x = jax.device_put(ARRAYS, [NamedSharding(mesh, spec) for spec in (P(), P("data"))])
         result = jax.jit(boostax.policy("O1").wrap(FUNCTIONS[name]))(w, x)

@@ -10,17 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 import boostax
 from boostax._core import axes, interpret, jaxprs
-from boostax.model import less_bn
-from boostax.order import parts
 from boostax.order.parts import UNKNOWN, rows
 
-MESH = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+MESH = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 X, DATA = jax.ShapeDtypeStruct((2,), jnp.float32), frozenset(["data"])
 
 
@@ -91,12 +87,12 @@ def test_of_two_residual_blocks_the_inner_norm_is_removed():
 
     def model(w, x):
         for product, end in ((lax.dot, lax.add), (convolved, stacked)):
-            y = less_bn.mark("norm", product(x, w), "inner")
-            x = end(x, less_bn.mark("norm", product(y, w), "last"))
-        return less_bn.mark("dense", lax.dot(x, w), "head")
+            y = boostax.model.less_bn.mark("norm", product(x, w), "inner")
+            x = end(x, boostax.model.less_bn.mark("norm", product(y, w), "last"))
+        return boostax.model.less_bn.mark("dense", lax.dot(x, w), "head")
 
     x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    found = less_bn.examine(lambda _, *args: model(*args), (), ((x, x), {}))
+    found = boostax.model.less_bn.examine(lambda _, *args: model(*args), (), ((x, x), {}))
     assert (found.removed, found.kept, found.head) == (("inner",), ("last",), "head")
 
 
@@ -148,12 +144,12 @@ OPTAX = {
 
 @pytest.mark.parametrize("name", OPTAX)
 def test_what_optax_no_longer_shows_is_unknown_and_not_nothing(monkeypatch, name):
-    assert UNKNOWN not in [row.role for row in rows(parts.read(OPTAX[name]))]
-    original = parts.closure
+    assert UNKNOWN not in [row.role for row in rows(boostax.order.parts.read(OPTAX[name]))]
+    original = boostax.order.parts.closure
     # Under other names, and no longer as they were.
     renamed = lambda fn: {f"new_{name}": [value] for name, value in original(fn).items()}  # noqa: E731
-    monkeypatch.setattr(parts, "closure", renamed)
-    found = rows(parts.read(OPTAX[name]))
+    monkeypatch.setattr(boostax.order.parts, "closure", renamed)
+    found = rows(boostax.order.parts.read(OPTAX[name]))
     assert UNKNOWN in [row.role for row in found] and found[-1].part.name == "(hidden)"
 
 

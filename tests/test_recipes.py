@@ -50,9 +50,8 @@ def test_a_recipe_is_read_and_takes_a_step(name, mesh):
     state = step.init(params)
     before = jax.device_get(state.params)
     config = cases.config_of(name)
-    rows = 8 * config.get("microbatches", 1)
     for index in range(cases.calls_of(config)):
-        batch = jax.random.normal(jax.random.key(index), (rows, 8))
+        batch = jax.random.normal(jax.random.key(index), (8 * config.get("microbatches", 1), 8))
         state, metrics = jax.block_until_ready(step(state, batch))
     assert metrics["applied"] and np.isfinite(metrics["loss"])
     moved = changed(before, step.common_params(state))

@@ -11,7 +11,6 @@ from reducing import mesh_of, own_means
 from training import follow, losses_of
 
 import boostax
-from boostax.checkpoint import Checkpointer
 from boostax.reduce import local_updates
 
 AXIS = "data"
@@ -50,7 +49,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
     for leg, count in enumerate(COUNTS):
         step = made(kind, count)
         state = step.init(example.init_params())
-        with Checkpointer(tmp_path) as checkpointer:
+        with boostax.checkpoint.Checkpointer(tmp_path) as checkpointer:
             if saved is not None:
                 state, _ = checkpointer.restore(state, reshard=True)
                 for was, now in zip(own_means(saved), own_means(state), strict=True):
@@ -70,7 +69,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, kind):
 
 
 def test_another_number_without_leave_is_refused(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer:
+    with boostax.checkpoint.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, made("residual", 8).init(example.init_params()))
         with pytest.raises(ValueError, match="another number of replicas, pass reshard=True"):
             checkpointer.restore(made("residual", 4).init(example.init_params()))
@@ -80,7 +79,7 @@ def test_a_state_of_a_mesh_is_refused_by_a_step_without_one(tmp_path):
     """The message says how it is moved."""
     params = example.init_params()
     tx = boostax.dynamic_loss_scale(boostax.accumulate(optax.chain(optax.identity(), ADAM), 3))
-    with Checkpointer(tmp_path) as checkpointer:
+    with boostax.checkpoint.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, made("window", 4).init(params))
         with pytest.raises(ValueError, match="reshard=True on a mesh of one device; then call"):
             state = boostax.make_train_step(example.loss_fn, tx).init(params)

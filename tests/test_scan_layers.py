@@ -14,11 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes, spread
 from reducing import mesh_of
-from training import follow
+from training import follow, own_step
 
 import boostax
-from boostax.checkpoint import Checkpointer
-from boostax.layers.release import LayersState
 from boostax.train import Layers, scan_layers
 
 COUNT, WIDTH, WORDS, ROWS = 4, 16, 32, 16
@@ -208,16 +206,10 @@ def in_own_loop(place, layers, named, kind=AxisType.Auto):
     tx = optax.chain(boostax.all_reduce(), optax.adamw(1e-3))
     tx = boostax.on_mesh(tx, params, axis_name=axis, layers=layers)
     how = {"layers": tx} if named else {}
-    grad_fn = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=axis, **how)
-
-    @jax.jit
-    def step(params, state, batch):
-        _, grads = grad_fn(params, state, batch)
-        return boostax.apply_gradients(tx, grads, state, params)
-
+    step = own_step(tx, boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=axis, **how))
     state = tx.init(params)
     for batch in batches():
-        params, state = step(params, state, batch)
+        params, state, _ = step(params, state, batch)
     return jax.device_get(params)
 
 
@@ -395,10 +387,10 @@ def test_a_layer_whose_gradient_overflows_is_skipped_alone(place, tmp_path):
     marks = jnp.zeros(ROWS).at[0].set(1)
     good, bad = (next(batches()) | {"bad": mark} for mark in (0 * marks, marks))
     state, _ = step(state, good)
-    with Checkpointer(tmp_path) as checkpointer:
+    with boostax.checkpoint.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         other, _ = checkpointer.restore(step.init(first_params()))
-    assert isinstance(other.opt_state, LayersState)
+    assert isinstance(other.opt_state, boostax.layers.release.LayersState)
     assert_same(jax.device_get(other), jax.device_get(state))
     expected = jax.device_get(step(other, good)[0])
     before = jax.device_get(state)

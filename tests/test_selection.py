@@ -1,7 +1,5 @@
 """The largest elements, found by counting: the same as by sorting."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +21,7 @@ def drawn(kind, shape, seed):
         return np.where(x > 0, np.float32(0.5), np.float32(-0.5))
     if kind == "sparse":
         return np.where(np.abs(x) > 2.5, x, 0)
-    if kind == "wide":
-        return x * np.exp2(rng.integers(-100, 100, shape)).astype(np.float32)
-    return x
+    return x * np.exp2(rng.integers(-100, 100, shape)).astype(np.float32) if kind == "wide" else x
 
 
 @pytest.mark.parametrize("kind", ["distinct", "rounded", "one magnitude", "sparse", "wide"])
@@ -71,7 +67,7 @@ def test_places_and_shape_belong_together():
 @pytest.mark.parametrize("block", [7, 64, 1000, 4096])
 def test_of_each_run_the_largest_are_chosen_and_put_back(block):
     x = drawn("rounded", (129, 300), 4)
-    view = sparse.Runs.of(x.shape, block, functools.partial(sparse.share, 0.1))
+    view = sparse.Runs.of(x.shape, block, lambda size: sparse.share(0.1, size))
     positions, mask = map(np.asarray, jax.jit(view.largest)(x))
     assert positions.dtype == np.uint16 and positions.shape == (view.cells[0], view.sent)
     assert (np.diff(positions.astype(np.int64)) > 0).all()

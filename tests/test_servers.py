@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 import reference
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 from training import follow, own_step
@@ -86,9 +85,8 @@ def trained(tx):
 
 def mapped(tx, mesh, *, checked=True):
     """Results are the same on all devices, and typed so."""
-    names = mesh.axis_names
     local = lambda grads: jax.tree.map(lambda x: x[0], grads)  # noqa: E731
-    specs = {"in_specs": (P(), P(names)), "out_specs": P(), "check_vma": checked}
+    specs = {"in_specs": (P(), P(mesh.axis_names)), "out_specs": P(), "check_vma": checked}
     run = lambda params, grads: trained(tx)(params, local(grads))  # noqa: E731
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(start(), gradients(mesh.size))
 
@@ -141,7 +139,7 @@ def by_a_step(tx, mesh, calls=3):
 
 
 def on_global_arrays(tx, mesh, calls=3):
-    params = jax.device_put(narrow(), NamedSharding(mesh, P()))
+    params = jax.device_put(narrow(), jax.NamedSharding(mesh, P()))
     tx = boostax.on_mesh(tx, params, axis_name=mesh.axis_names)
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name=mesh.axis_names)
     step, state = own_step(tx, oracle), tx.init(params)

@@ -3,8 +3,6 @@
 And reductions inside a step: over two axes, of params that each replica has for itself.
 """
 
-import itertools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,6 @@ from reducing import mesh_of
 from training import follow, losses_of
 
 import boostax
-from boostax._core.gate import gate_of
 
 AXIS = "data"
 DEVICES = 8
@@ -84,8 +81,8 @@ def trained(tx, share, steps=6, **options):
     step = made(tx, share, **options)
     # One batch overflows: a scaler skips it, which leaves a window open.
     sizes = (1e38 if i == 3 and "scale" in str(tx) else 1 for i in range(steps))
-    state, told = follow(step, step.init(initial()), itertools.starmap(batch, enumerate(sizes)))
-    return step, step.flush(state) if gate_of(tx) else state, losses_of(told)
+    state, told = follow(step, step.init(initial()), [batch(*x) for x in enumerate(sizes)])
+    return step, step.flush(state) if boostax._core.gate.gate_of(tx) else state, losses_of(told)
 
 
 def assert_near(left, right):

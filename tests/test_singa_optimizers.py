@@ -7,13 +7,11 @@ import functools
 import random
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from conformance import singa
 from conformance.singa import SGD, AdaGrad, Adam, RMSProp, constant, exponential_decay
-from optax import tree_utils
 
 import boostax
 
@@ -87,7 +85,7 @@ def assert_near(actual, expected, tolerance):
 
 
 def cast(tree, dtype):
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+    return jax.tree.map(lambda x: jax.numpy.asarray(x, dtype), tree)
 
 
 TOLERANCE = {
@@ -120,7 +118,7 @@ def test_optax_goes_singas_way(name, dtype):
 def test_singas_own_numbers():
     """What its unit tests expect of one step, held against its classes here."""
     p, g = {"w": np.array([0.1, 1.0])}, {"w": np.array([0.1, 0.1])}
-    expected = {
+    for name, (optimizer, after) in {
         "sgd": (SGD(0.1), p["w"] - 0.1 * g["w"]),
         # PyTorch's dampening starts at the second step.
         "damped": (SGD(0.1, 0.9, 0.25), p["w"] - 0.1 * 0.75 * g["w"]),
@@ -128,8 +126,7 @@ def test_singas_own_numbers():
         "adagrad": (AdaGrad(0.1), p["w"] - 0.1 * g["w"] / np.sqrt(g["w"] ** 2 + 1e-8)),
         # Both corrections undo the betas at the first step.
         "adam": (Adam(0.1), p["w"] - 0.1 * g["w"] / (g["w"] + 1e-8)),
-    }
-    for name, (optimizer, after) in expected.items():
+    }.items():
         np.testing.assert_allclose(optimizer(p, g)["w"], after, rtol=0, atol=1e-15, err_msg=name)
 
 
@@ -138,7 +135,7 @@ def test_schedules_are_singas(staircase):
     singa = exponential_decay(0.1, 2, 0.5, staircase)
     schedule = jax.jit(optax.exponential_decay(0.1, 2, 0.5, staircase=staircase))
     for step in range(STEPS):
-        np.testing.assert_allclose(schedule(jnp.asarray(step)), singa(step), rtol=1e-6)
+        np.testing.assert_allclose(schedule(jax.numpy.asarray(step)), singa(step), rtol=1e-6)
         if staircase:
             assert singa(step) == 0.1 * 0.5 ** (step // 2)
         assert optax.constant_schedule(0.1)(step) == constant(0.1)(step)
@@ -189,11 +186,6 @@ FIELDS = {"moments": "trace", "running_average": "nu", "history": "sum_of_square
 FIELDS |= {"m": "mu", "v": "nu", "step_counter": "count"}
 
 
-def cut(grads):
-    """Seven steps, and the rest."""
-    return {k: g[:7] for k, g in grads.items()}, {k: g[7:] for k, g in grads.items()}
-
-
 def set_states(state, states):
     """What SINGA's ``get_states`` returned, in an Optax state of dicts of params."""
     values = {FIELDS[name]: value for name, value in states.items()}
@@ -205,7 +197,7 @@ def set_states(state, states):
                 value = values[key.name]
                 for entry in path[depth + 1 :]:
                     value = value[entry.key]
-                return jnp.asarray(value, leaf.dtype)
+                return jax.numpy.asarray(value, leaf.dtype)
         return leaf
 
     return jax.tree_util.tree_map_with_path(replace, state)
@@ -215,14 +207,15 @@ def set_states(state, states):
 def test_a_run_of_singas_goes_on_in_optax(name):
     """Its states are moments by the params' names, and one counter for all schedules."""
     singa, tx = CASES[name]
-    optimizer, (early, late) = singa(), cut(normal(1, STEPS))
+    optimizer, grads = singa(), normal(1, STEPS)
+    early, late = ({k: g[part] for k, g in grads.items()} for part in (np.s_[:7], np.s_[7:]))
     middle = {k: x[-1] for k, x in singa_run(optimizer, normal(0), early).items()}
     states = optimizer.get_states()
     expected = singa_run(optimizer, middle, late)
     with jax.enable_x64(True):
         params, late = cast((middle, late), "float64")
         state = set_states(tx.init(params), states)
-        counters = [value for _, value in tree_utils.tree_get_all_with_path(state, "count")]
+        counters = [value for _, value in optax.tree_utils.tree_get_all_with_path(state, "count")]
         assert all(int(counter) == 7 for counter in counters)
         history, _, _ = optax_run(tx, params, state, late)
         assert_near(jax.device_get(history), expected, 1e-12)

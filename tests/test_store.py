@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax import NamedSharding, P
 from lanes import lanes, spread
 from median_gate import median_gate
 from memory import temporary_bytes
@@ -71,8 +70,7 @@ HALVES = {
 def test_a_rest_is_the_distance_in_bits_or_0_where_it_does_not_fit(rounding):
     """Of a param that others rounded, too: a tie to even lies one bit beyond the range of i16."""
     low = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    bits = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16) + low
-    x = bits.ravel().view(np.float32)
+    x = ((np.arange(1 << 16, dtype=np.uint32)[:, None] << 16) + low).ravel().view(np.float32)
     x = x[~np.isnan(x)]
     high = HALVES[rounding](jnp.asarray(x))
     wide = np.asarray(high).view(np.uint16).astype(np.uint32) << 16
@@ -399,9 +397,8 @@ def test_codes_and_scales_are_sharded_like_the_param():
     inner = optax.chain(boostax.all_reduce("data"), optax.adamw(1e-2))
     tx = store(inner, params="remainder", moments="log8")
     state = boostax.on_mesh(tx, params, axis_name="data").init(params)
-    wanted = NamedSharding(mesh, P(None, "data"))
     for x in (state.low["w"], state.inner_state[1][0].nu["w"], state.scales["1/0/nu"].scales["w"]):
-        assert x.sharding.is_equivalent_to(wanted, 2), x.sharding
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "data")), 2), x.sharding
     assert state.scales["1/0/nu"].scales["w"].shape == (256, 8)
 
 
@@ -432,13 +429,12 @@ SHARDS = [(LONG, ROWS, False), ((8, 4), ROWS, False), (LONG, P(None, "model"), T
 @pytest.mark.parametrize(("shape", "spec", "whole"), SHARDS)
 def test_shards_in_ones_own_shard_map_have_the_scales_of_their_blocks(shape, spec, whole, check):
     """Defect guarded against: shards met the scales of the whole array, and JAX's errors told."""
-    mesh = mesh_of(model=4)
     tx = store(optax.adam(0.1), moments="log8", least=1)
     params, grads = jnp.ones(shape), some(0, shape)["w"]
     state = tx.init(params)
     specs = boostax.states.state_specs(tx, params, param_specs=spec, axis_name="data")
     places = {"in_specs": (spec, specs, spec), "out_specs": (spec, specs)}
-    step = jax.shard_map(applied(tx), mesh=mesh, check_vma=check, **places)
+    step = jax.shard_map(applied(tx), mesh=mesh_of(model=4), check_vma=check, **places)
     if whole:
         new, state = jax.jit(step)(params, state, grads)
         alone, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)

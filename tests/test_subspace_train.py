@@ -19,8 +19,6 @@ from training import follow
 
 import boostax
 from boostax._core import interpret
-from boostax.checkpoint import Checkpointer
-from boostax.subspace import files
 from boostax.subspace.basis import project
 
 ROWS, WIDTH = 24, 10
@@ -201,8 +199,7 @@ def reads(jaxpr, shape):
 @pytest.mark.parametrize("residual", [None, optax.adam(1e-2)])
 def test_basis_is_read_twice(residual):
     step = boostax.make_train_step(loss_fn, boostax.dim_reduce(basis_of(7), residual=residual))
-    traced = step.jaxpr(step.init(start()), batches(1)[0])
-    assert reads(traced.jaxpr, (7, ROWS, WIDTH)) == 2
+    assert reads(step.jaxpr(step.init(start()), batches(1)[0]).jaxpr, (7, ROWS, WIDTH)) == 2
 
 
 def test_traced_once_and_no_copy_of_the_basis():
@@ -277,8 +274,7 @@ def test_weights_of_replicas_and_slices_count_in_the_line_search():
 
 def test_trials_leave_the_statistics_alone_and_use_the_same_key():
     def loss(params, batch, *, key, model_state):
-        keep = jax.random.bernoulli(key, 0.5, (ROWS,))
-        value = loss_fn(params, (batch[0] * keep, batch[1]))
+        value = loss_fn(params, (batch[0] * jax.random.bernoulli(key, 0.5, (ROWS,)), batch[1]))
         return value, boostax.Aux(model_state=0.9 * model_state + 0.1 * batch[0].mean())
 
     step = boostax.make_train_step(loss, boostax.dim_reduce(basis_of(7)), has_aux=True)
@@ -338,10 +334,10 @@ def test_residual_is_told_the_loss():
 
 def test_checkpoints_on_disk_become_snapshots(tmp_path):
     path = [start(seed) for seed in range(11)]
-    with Checkpointer(tmp_path, keep=20) as checkpointer:
+    with boostax.checkpoint.Checkpointer(tmp_path, keep=20) as checkpointer:
         for i, params in enumerate(path):
             checkpointer.save(i, {"params": params, "more": jnp.ones(3)})
-    shapes, found = jax.eval_shape(start), files.snapshots
+    shapes, found = jax.eval_shape(start), boostax.subspace.files.snapshots
     chex.assert_trees_all_equal(found(tmp_path, shapes), path)
     for params, match in (
         ({**start(), "w": jnp.zeros((2, 2))}, r"'params/w', which should be of \(2, 2\) like"),
@@ -355,13 +351,13 @@ def test_checkpoints_on_disk_become_snapshots(tmp_path):
 
 def test_files_of_arrays_by_path_become_snapshots(tmp_path):
     """Of numbers in their order, whatever else lies there."""
-    found, params = files.snapshots, {"a": {"b": jnp.ones((2, 3))}}
+    found, params = boostax.subspace.files.snapshots, {"a": {"b": jnp.ones((2, 3))}}
     (tmp_path / "weights.safetensors").write_bytes(b"no snapshot")
     with pytest.raises(FileNotFoundError, match=r"got none in .*safetensors.numpy.load_file"):
         found(tmp_path, params)
     for i in range(12):
         arrays = {"a/b": np.full((2, 3), i, np.float32), "opt/m": np.ones(1)}
-        files.write("test", tmp_path / f"step_{i}.npz", arrays)
+        boostax.subspace.files.write("test", tmp_path / f"step_{i}.npz", arrays)
     assert [int(x["a"]["b"][0, 0]) for x in found(tmp_path, params)] == list(range(12))
     (tmp_path / "100").mkdir()
     with pytest.raises(ValueError, match=r"directory must be a folder of .* got both in"):
@@ -370,5 +366,5 @@ def test_files_of_arrays_by_path_become_snapshots(tmp_path):
 
 def test_bfloat16_as_numpy_itself_writes_it_is_read(tmp_path):
     np.savez(tmp_path / "1.npz", w=np.asarray(jnp.arange(3.0, dtype="bfloat16")))
-    (got,) = files.snapshots(tmp_path, {"w": jnp.zeros(3, "bfloat16")})
+    (got,) = boostax.subspace.files.snapshots(tmp_path, {"w": jnp.zeros(3, "bfloat16")})
     assert got["w"].dtype == "bfloat16" and got["w"].tolist() == [0.0, 1.0, 2.0]

@@ -32,12 +32,6 @@ def measured(text):
     return found
 
 
-def by_hand(text):
-    """Measured numbers in words, which nothing writes anew."""
-    lines = [line.strip() for block in measured(text) for line in block.splitlines()]
-    return [x for x in lines if MEASURED.search(x) and not any(given in x for given in GIVEN)]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_every_table_is_that_of_its_record(page):
     """After a benchmark: ``python benchmarks/tables.py --write``."""
@@ -46,7 +40,8 @@ def test_every_table_is_that_of_its_record(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_no_measured_number_is_written_by_hand(page):
-    assert by_hand(page.read_text()) == []
+    lines = [x.strip() for block in measured(page.read_text()) for x in block.splitlines()]
+    assert not [x for x in lines if MEASURED.search(x) and not any(given in x for given in GIVEN)]
 
 
 TEMPLATE = """<!-- table: toy > A Table
@@ -130,8 +125,7 @@ def unfair(lines, ours, instead):
     """What rows lack that quote a record: the rival of the same table, or the error."""
     found, rivals = [], []
     for line in lines:
-        cut = line.strip("|").split("|")
-        if cut[instead[-1]].strip() != "the same":
+        if line.strip("|").split("|")[instead[-1]].strip() != "the same":
             rivals = quotes(line, instead)
         for path in quotes(line, [ours]):
             beside = [other for other in rivals if other[:2] == path[:2]]

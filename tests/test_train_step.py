@@ -32,8 +32,7 @@ def token_batch(rows, seed=0):
 
 
 def squares(params, batch):
-    out = jnp.tanh(batch["x"] @ params["w"] + params["b"])
-    return jnp.sum((out - batch["y"]) ** 2, axis=-1)
+    return jnp.sum((jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]) ** 2, axis=-1)
 
 
 def token_loss(params, batch):
@@ -50,16 +49,6 @@ def plain_loss(params, batch):
 def optimizer(axis):
     parts = [boostax.all_reduce(axis)] if axis else []
     return optax.chain(*parts, optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))
-
-
-def big_batch_step(loss_fn, batches):
-    """The reference: one optimizer step on everything at once."""
-    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
-    grads = jax.grad(loss_fn, has_aux=loss_fn is token_loss)(PARAMS, whole)
-    grads = grads[0] if loss_fn is token_loss else grads
-    tx = optimizer(None)
-    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
-    return optax.apply_updates(PARAMS, updates)
 
 
 SIZES = {"data": 8}, {"data": 4, "more": 2}
@@ -81,7 +70,13 @@ def test_windows_micro_batches_and_replicas_equal_one_big_batch(loss_fn, microba
     how = {"mesh": mesh, "axis_name": names, "microbatches": microbatches}
     state, (*_, metrics) = fit(loss_fn, tx, PARAMS, batches, has_aux=loss_fn is token_loss, **how)
     assert bool(metrics["applied"])
-    expected = big_batch_step(loss_fn, batches)
+    # The reference: one optimizer step on everything at once.
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    grads = jax.grad(loss_fn, has_aux=loss_fn is token_loss)(PARAMS, whole)
+    plain = optimizer(None)
+    grads = grads[0] if loss_fn is token_loss else grads
+    updates, _ = plain.update(grads, plain.init(PARAMS), PARAMS)
+    expected = optax.apply_updates(PARAMS, updates)
     chex.assert_trees_all_close(state.params, expected, rtol=2e-6, atol=1e-7)
     if loss_fn is token_loss:
         assert int(metrics["tokens"]) == int(batches[-1]["mask"].sum()), "counts are summed"
@@ -300,8 +295,7 @@ def test_any_tree_passes_one_micro_batch_as_in_jax():
 
     x = jnp.float32([1.0, -1.0])
     expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(2.0, x)[0][1]
-    oracle = boostax.value_and_grad(loss, has_aux=True)
-    found = jax.jit(lambda w, x: oracle(w, (), x))(2.0, x)[0][1]
+    found = jax.jit(lambda w, x: boostax.value_and_grad(loss, has_aux=True)(w, (), x))(2.0, x)[0][1]
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert left.dtype == right.dtype and left.shape == right.shape and (left == right).all()

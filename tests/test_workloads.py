@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -67,7 +66,7 @@ def test_losses_in_f16_reach_every_parameter():
         # Weights are small at the start: nobody knows anything yet.
         classes = 128 if task.name == "text" else 10
         np.testing.assert_allclose(loss / 2.0**15, np.log(classes), rtol=0.1)
-        assert loss.dtype == jnp.float32
+        assert loss.dtype == jax.numpy.float32
         assert all(np.isfinite(leaf).all() and (leaf != 0).any() for leaf in jax.tree.leaves(grads))
 
 

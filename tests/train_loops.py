@@ -19,10 +19,9 @@ from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import own_step
 
 import boostax
-from boostax import PerReplica
-from boostax.precision import scale_boundary
 from boostax.testing import Case
 from boostax.testing._case import optimizer
 
@@ -100,7 +99,7 @@ class Put:
         tx = boostax.on_mesh(chain, params, axis_name=AXIS)
         state = tx.init(params)
         if self.case.own_params:
-            params = boostax.states.stack_replicas(PerReplica(params), REPLICAS)
+            params = boostax.states.stack_replicas(boostax.PerReplica(params), REPLICAS)
             params = jax.device_put(params, NamedSharding(mesh, P(AXIS)))
         return tx, state, params, {"mesh": mesh, "axis_name": AXIS}
 
@@ -119,7 +118,7 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x, scales=None):
         """A prediction."""
-        x = scale_boundary(jnp.tanh(nn.Dense(8, name="a")(x)), scales, 0, 1)
+        x = boostax.precision.scale_boundary(jnp.tanh(nn.Dense(8, name="a")(x)), scales, 0, 1)
         return nn.Dense(4, name="block")(x)
 
 
@@ -185,7 +184,7 @@ class NnxNet(nnx.Module):
 
     def __call__(self, x, scales=None):
         """A prediction."""
-        return self.block(scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
+        return self.block(boostax.precision.scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
 
 
 def nnx_optimizer(put):
@@ -198,14 +197,14 @@ def nnx_optimizer(put):
 
     tx, _, placed, how = put.on_mesh(params)
     # A module has no place for params of each replica's own: it keeps one of each.
-    model = nnx.merge(graph, params if isinstance(placed, PerReplica) else placed)
+    model = nnx.merge(graph, params if isinstance(placed, boostax.PerReplica) else placed)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     oracle = put.oracle(loss, nnx.value_and_grad, **how)
 
     @nnx.jit
     def train_step(model, optimizer, batch):
         value, grads = oracle(model, optimizer.opt_state, batch)
-        optimizer.update(model, grads.local if isinstance(grads, PerReplica) else grads)
+        optimizer.update(model, grads.local if isinstance(grads, boostax.PerReplica) else grads)
         return value
 
     for batch in put.batches:
@@ -226,7 +225,7 @@ class EqxNet(eqx.Module):
 
     def __call__(self, x, scales=None):
         """A prediction for one row."""
-        return self.block(scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
+        return self.block(boostax.precision.scale_boundary(jnp.tanh(self.a(x)), scales, 0, 1))
 
 
 def equinox_filter_jit(put):
@@ -264,7 +263,7 @@ def optax_jit(put):
 
     def loss(params, batch, scales=None):
         hidden = jnp.tanh(batch["x"] @ params["a"]["w"] + params["a"]["b"])
-        hidden = scale_boundary(hidden, scales, 0, 1)
+        hidden = boostax.precision.scale_boundary(hidden, scales, 0, 1)
         return mse(hidden @ params["block"]["w"] + params["block"]["b"], batch)
 
     tx, opt_state, params, how = put.on_mesh(jax.tree.map(jnp.copy, start))
@@ -293,25 +292,20 @@ def put_into(loop, case, **how):
 def reference(put, run):
     """The params of every replica after the same training in nobody's loop, under ``vmap``."""
     axis = AXIS if put.replicas > 1 else None
-    tx, loss = put.chain(), boostax.value_and_grad(run.loss, axis_name=axis)
-
-    def step(params, state, batch):
-        _, grads = loss(params, state, batch)
-        return boostax.apply_gradients(tx, grads, state, params)
-
-    step = jax.jit(jax.vmap(step, axis_name=axis))
+    tx = put.chain()
+    step = jax.vmap(own_step(tx, boostax.value_and_grad(run.loss, axis_name=axis)), axis_name=axis)
     params = jax.tree.map(lambda x: jnp.repeat(x[None], put.replicas, 0), run.params)
     state = jax.vmap(tx.init, axis_name=axis)(params)
     for batch in put.batches:
         split = jax.tree.map(lambda x: x.reshape(put.replicas, -1, *x.shape[1:]), batch)
-        params, state = step(params, state, split)
+        params, state, _ = step(params, state, split)
     return params
 
 
 def apart(put, run):
     """The largest difference of a param from the reference; params are about 1."""
     wanted = reference(dataclasses.replace(put, forgotten=""), run)
-    own = isinstance(run.trained, PerReplica)
+    own = isinstance(run.trained, boostax.PerReplica)
     trained = run.trained.local if own else run.trained
     wanted = wanted if own else jax.tree.map(lambda x: x[0], wanted)
     pairs = zip(jax.tree.leaves(trained), jax.tree.leaves(wanted), strict=True)

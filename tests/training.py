@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
 import boostax
 from boostax.testing import drawn
@@ -40,9 +39,9 @@ def walk(tx, params, grads, state=None, **each):
     return path
 
 
-def scalars(tx, grads, params=0.0, dtype=jnp.float32, **each):
+def scalars(tx, grads, params=0.0, dtype=jax.numpy.float32, **each):
     """Return params after each gradient, as Python numbers, and the last state."""
-    path = walk(tx, jnp.asarray(params, dtype), jnp.asarray(grads, dtype), **each)
+    path = walk(tx, jax.numpy.asarray(params, dtype), jax.numpy.asarray(grads, dtype), **each)
     return [params.tolist() for params, _ in path], path[-1][1]
 
 

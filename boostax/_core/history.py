@@ -11,18 +11,13 @@ gradients that no backward pass of JAX computed.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 from boostax._core import checks, degrees, interpret, jaxprs
 from boostax._core.types import PyTree
-
-# The fields that the equations of a trace and of a program share.
-_FIELDS = ("outvars", "primitive", "params", "effects", "source_info", "ctx")
 
 
 def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
@@ -43,9 +38,7 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
 
 
 def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
-    leaves = [y for x in jax.tree.leaves(grads) if (y := _recorded(x)) is not None]
-    recorded = (_recorded(x) for x in jax.tree.leaves(params))
-    constants = {x.val for x in recorded if isinstance(getattr(x, "val", None), jaxprs.Var)}
+    leaves, constants = _recorded(grads), {x.val for x in _recorded(params)}
     eqns, backward, free = _between(leaves, constants)
     changed = set(backward)
     for eqn in eqns:
@@ -61,11 +54,15 @@ def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     return any(x not in (1.0, degrees.ANY, degrees.FREE, degrees.UNKNOWN) for x in results)
 
 
-def _recorded(x: object) -> Any:
-    """Return the array of a recorded trace that a traced array stands for, or ``None``."""
-    while isinstance(x, Tracer) and not hasattr(x, "parent"):
-        x = getattr(x, "val", getattr(x, "primal", None))
-    return x if isinstance(x, Tracer) else None
+def _recorded(tree: PyTree) -> list[Any]:
+    """Return the arrays of recorded traces behind the traced arrays of a tree, but constants."""
+    recorded = list[Any]()
+    for x in jax.tree.leaves(tree):
+        while isinstance(x, Tracer) and not hasattr(x, "parent"):
+            x = getattr(x, "val", getattr(x, "primal", None))
+        if isinstance(x, Tracer) and isinstance(getattr(x, "val", None), jaxprs.Var):
+            recorded.append(x)
+    return recorded
 
 
 def _is_backward(eqn: Any) -> bool:
@@ -93,8 +90,7 @@ def _between(
         if isinstance(tracer.val, jaxprs.Literal):
             continue
         if is_done:
-            fields = {name: getattr(eqn, name) for name in _FIELDS}
-            eqns.append(_template().replace(invars=[x.val for x in eqn.in_tracers], **fields))
+            eqns.append(interpret.of_trace(eqn))
         elif eqn is None or tracer.val in constants or _is_backward(eqn):
             inputs.setdefault(tracer.val, eqn is not None and tracer.val not in constants)
         elif id(eqn) not in seen:
@@ -102,8 +98,3 @@ def _between(
             stack += [(tracer, True), *((x, False) for x in eqn.in_tracers)]
     backward = [x for x, is_backward in inputs.items() if is_backward]
     return eqns, backward, [x for x, is_backward in inputs.items() if not is_backward]
-
-
-@functools.cache
-def _template() -> Any:
-    return jax.make_jaxpr(jnp.negative)(0.0).eqns[0]

@@ -286,8 +286,8 @@ class Oracle(Generic[Value, Params, Grads]):
             refusals.require_trainable(_trained(params, active))
             if self.count == "stacked":
                 stacked_count(batch, _WHO, least=2)
-        doors.of_loop(_WHO, opt_state)
         scale, scales = scales_of("loss_scale", opt_state)
+        doors.of_loop(_WHO, opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
         terms = terms_of(opt_state)

@@ -7,7 +7,6 @@ import tempfile
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from mindspore_runs import farthest
 from peers import programs as specs
@@ -15,7 +14,6 @@ from recorded import load_arrays
 
 from . import ours
 
-CLOSE = 1e-5
 PYTHON = pathlib.Path(__file__).parents[2] / ".peers" / "mindspore" / "bin" / "python"
 THEIRS = pathlib.Path(specs.__file__).with_name("mindspore_programs.py")
 
@@ -72,7 +70,7 @@ def judged(spec, told, arrays, folder):
     except ValueError as error:
         return Outcome("different", np.inf, str(error))
     gap, other = gaps(spec, told["params"], arrays, found)
-    if other or gap <= CLOSE:
+    if other or gap <= 1e-5:
         return Outcome("different" if other else "equal", gap, other)
     if (cause := specs.cause(spec)) and cause in " ".join(notes):
         return Outcome("note", gap, cause)
@@ -83,7 +81,7 @@ def judged(spec, told, arrays, folder):
 def own_rounding(spec, folder, found):
     """How far a run in float64 is from the one in float32."""
     with jax.enable_x64(True):
-        wide, _ = ours.run(spec, folder, jnp.float64)
+        wide, _ = ours.run(spec, folder, jax.numpy.float64)
     pairs = zip(found, wide, strict=True)
     worst = [jax.tree.map(lambda x, y: np.abs(x - y).max(), a[0], b[0]) for a, b in pairs]
     return max(jax.tree.leaves(worst))

@@ -24,8 +24,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, middle):
-        out = nn.Conv(middle, (3, 3), use_bias=False, name="conv1")(x)
-        out = nn.relu(batch_norm(out, "bn1"))
+        out = nn.relu(batch_norm(nn.Conv(middle, (3, 3), use_bias=False, name="conv1")(x), "bn1"))
         out = nn.Conv(x.shape[-1], (1, 1), use_bias=False, name="conv2")(out)
         return nn.relu(batch_norm(out, "bn2") + x)
 
@@ -58,9 +57,8 @@ class LeNet(nn.Module):
             x = nn.Conv(width, (3, 3), use_bias=not self.norms, name=f"conv{i}")(x)
             x = nn.relu(batch_norm(x, f"bn{i}") if self.norms else x)
             x = nn.max_pool(x, (2, 2), (2, 2))
-        x = jnp.moveaxis(x, -1, 1).reshape(len(x), -1)
-        x = nn.relu(nn.Dense(self.sizes[2], name="fc1")(x))
-        return nn.Dense(self.sizes[3], name="fc2")(x)
+        x = nn.Dense(self.sizes[2], name="fc1")(jnp.moveaxis(x, -1, 1).reshape(len(x), -1))
+        return nn.Dense(self.sizes[3], name="fc2")(nn.relu(x))
 
 
 class MLP(nn.Module):

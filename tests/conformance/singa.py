@@ -22,8 +22,7 @@ import boostax
 
 def exponential_decay(init_value, decay_steps, decay_rate, staircase=False):
     def at(step):
-        s = step // decay_steps if staircase else step / decay_steps
-        return init_value * decay_rate**s
+        return init_value * decay_rate ** (step // decay_steps if staircase else step / decay_steps)
 
     return at
 

@@ -12,11 +12,9 @@ import sys
 
 import jax
 import optax
-from optax import contrib
 from packaging.version import Version
 
 import boostax
-from boostax import compat
 
 WRAPPERS = {
     "scaler": lambda tx: boostax.static_loss_scale(tx, 1.0),
@@ -26,7 +24,7 @@ WRAPPERS = {
 
 def into_optax(wrap):
     """In every namespace in which its suites, and others', look for optimizers."""
-    for space in (optax, contrib, sys.modules["optax._src.alias"]):
+    for space in (optax, optax.contrib, sys.modules["optax._src.alias"]):
         for name, factory in inspect.getmembers(space, inspect.isfunction):
             takes = "learning_rate" in inspect.signature(factory).parameters
             if takes and not name.startswith("scale_by"):
@@ -48,7 +46,7 @@ def into_compat():
 
     for name, space in (("MultiSteps", _accumulation), ("apply_if_finite", _conditionality)):
         for each in (optax, space):
-            setattr(each, name, getattr(compat, name))
+            setattr(each, name, getattr(boostax.compat, name))
 
 
 def into_nnx():

@@ -8,7 +8,6 @@ import numpy as np
 
 SHAPES = {"a": (8, 3), "b": (8,), "c": ()}
 # A leaf without elements, which some cases have.
-EMPTY = {"e": (0, 3)}
 GROUPS = {"a": 0, "b": 1, "c": 2, "e": 2}
 # The term of a loss in which a leaf is, if the loss has two.
 TERMS = {"a": 0, "b": 0, "c": 1, "e": 0}
@@ -108,7 +107,7 @@ class Case:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the params."""
-        return SHAPES | (EMPTY if self.empty else {})
+        return SHAPES | ({"e": (0, 3)} if self.empty else {})
 
     @property
     def weighted(self) -> bool:
@@ -279,10 +278,7 @@ def tidy(case: Case) -> Case:
     return dataclasses.replace(case, moves=tuple(moves), bad=tuple(sorted(bad, key=str)))
 
 
-Inputs = tuple[dict[str, np.ndarray], np.ndarray, float]
-
-
-def inputs(case: Case, call: int, replicas: int) -> Inputs:
+def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray], np.ndarray, float]:
     """``(x, weights, number)`` of a call: leaves ``[replicas, microbatches, *shape]``."""
     rng = np.random.default_rng([case.seed, 1, call])
     count = case.microbatches if case.loss else 1

@@ -15,7 +15,6 @@ from median_gate import median_gate
 
 import boostax
 import boostax.nnx
-from boostax._core import axes
 from fuzzing.cases import AVERAGES, GROUPS, MAPPED, MESHES, RING, TERMS, Case, counts
 
 Tree = Any
@@ -107,7 +106,7 @@ class Library:
     def __init__(self, case: Case, params: Tree):
         self._prepare(case)
         params = jax.tree.map(jnp.asarray, params)
-        with axes.binding(() if case.told else (AXIS,)):
+        with boostax._core.axes.binding(() if case.told else (AXIS,)):
             local = self.tx.init(params)
         self._put(params, boostax.states.stack_replicas(local, case.replicas))
 

@@ -52,8 +52,7 @@ def in_plain_optax(params: Params, batches: list[Batch]) -> Params:
 
     @jit
     def step(params: Params, opt_state: optax.OptState, batch: Batch):
-        active = tx.choice(params, opt_state)
-        (loss, aux), grads = grad_fn(params, opt_state, batch, active=active)
+        (loss, aux), grads = grad_fn(params, opt_state, batch, active=tx.choice(params, opt_state))
         assert_type((loss, aux, grads), tuple[jax.Array, boostax.Aux, Params])
         new = boostax.apply_gradients(tx, grads, opt_state, params, weight=aux.weight)
         assert_type(new, tuple[Params, optax.OptState])

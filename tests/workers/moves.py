@@ -4,18 +4,16 @@ import os
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 import several_processes as example
 
 import boostax
-from boostax.checkpoint import Checkpointer
 
 # The sums of gradients are compared with float64.
 example.POLICY = "O0"
 
 
-class Within(Checkpointer):
+class Within(boostax.checkpoint.Checkpointer):
     """Saves with so many micro-batches in the open window alone; with any if that is 0."""
 
     def save(self, step, state, meta=None):
@@ -38,9 +36,9 @@ REDUCTIONS = {
 
 def optimizer(reduction):
     def update(updates, state, params=None):
-        return updates, Ledger(jax.tree.map(jnp.add, state.reduced, updates))
+        return updates, Ledger(jax.tree.map(jax.numpy.add, state.reduced, updates))
 
-    init = lambda params: Ledger(jax.tree.map(jnp.zeros_like, params))  # noqa: E731
+    init = lambda params: Ledger(jax.tree.map(jax.numpy.zeros_like, params))  # noqa: E731
     ledger = optax.GradientTransformation(init, update)
     inner = optax.chain(REDUCTIONS[reduction](), ledger, optax.adam(2e-2))
     window = boostax.accumulate(inner, example.WINDOW, axis_name="data")
