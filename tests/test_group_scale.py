@@ -373,7 +373,7 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
 
 
 INNER = "scale_boundary: inner must be a group from 0 to 2, got 3. Group 0 is the first in "
-PATTERN = "labels must be patterns that match params, got 'x*'. It matches none; "
+PATTERN = "labels must be patterns that match params, got 'x*'. The pattern matches no param."
 SCALE = "init_scale must be one number, or a number for each of 3 groups, got (1.0, 2.0). The "
 REFUSED = {
     INNER: lambda: scale_boundary(1.0, SCALES, 0, 3),

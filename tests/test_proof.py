@@ -25,7 +25,12 @@ def test_types_tell_varying_from_equal_values():
 
     def read(same, mine):
         cast, kind = lax.pcast(same, "data", to="varying"), jax.eval_shape(jnp.abs, mine)
-        varying.extend([{*get_abstract_mesh().manual_axes}, *map(axes.varying, (mine, cast, kind))])
+        varying.extend(
+            [
+                {*jax.sharding.get_abstract_mesh().manual_axes},
+                *map(axes.varying, (mine, cast, kind)),
+            ]
+        )
         equal.extend(map(axes.varying, (same, lax.psum(mine, "data"))))
         return mine
 

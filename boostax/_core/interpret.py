@@ -154,9 +154,17 @@ def excerpt(inputs: Atoms, outputs: Atoms, eqns: Eqns) -> jaxprs.ClosedJaxpr:
     return jaxprs.ClosedJaxpr(empty.replace(**parts, effects=effects, debug_info=debug_info), ())
 
 
+def of_trace(eqn: Any) -> jaxprs.JaxprEqn:
+    """Return an equation that a trace has recorded as an equation of a program."""
+    names = ("outvars", "primitive", "params", "effects", "source_info", "ctx")
+    fields = {name: getattr(eqn, name) for name in names}
+    return _template(0.0).eqns[0].replace(invars=[x.val for x in eqn.in_tracers], **fields)
+
+
 # An empty program, a template for ``replace``, which works in all versions of JAX. The arguments of
 # the constructor differ between versions.
 _empty: Callable[[], Any] = functools.cache(jax.make_jaxpr(lambda: ()))
+_template: Callable[[float], Any] = functools.cache(jax.make_jaxpr(jax.numpy.negative))
 
 
 def flow(
