@@ -66,8 +66,7 @@ def _recorded(tree: PyTree) -> list[Any]:
 
 
 def _is_backward(eqn: Any) -> bool:
-    stack = getattr(eqn.source_info.name_stack, "stack", ())
-    return any(x.name == "transpose" for x in stack)
+    return any(x.name == "transpose" for x in getattr(eqn.source_info.name_stack, "stack", ()))
 
 
 def _transfer(eqn: jaxprs.JaxprEqn, operands: list[degrees.Degree]) -> list[degrees.Degree]:

@@ -183,8 +183,7 @@ def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
     hint = f"{PAD} Or choose another number. 'stacked' is for a batch [micro-batches, rows, ...]."
     for path, x in tree_leaves_with_path(arrays):
         require_even(_WHO, path, x.shape, count, f"microbatches={count}", hint=hint)
-    slices = jax.tree.map(lambda x: x.reshape(len(x) // count, count, *x.shape[1:]), arrays)
-    return slices, count, 1
+    return jax.tree.map(lambda x: x.reshape(len(x) // count, count, *x.shape[1:]), arrays), count, 1
 
 
 def require_even(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from boostax.auditing import adapter, collectives, hlo, tables, targets, traffic, waste
 from boostax.auditing.adapter import WHO, PyTree, checks
-from boostax.auditing.collectives import Axes, Collectives, CompiledCollective, Shapes
+from boostax.auditing.collectives import Collectives, CompiledCollective
 from boostax.auditing.hlo import Program, Ways
 from boostax.auditing.network import Network, on_wire
 from boostax.auditing.targets import Argument
@@ -222,7 +222,11 @@ def audit(
     params, unit = _unit(params, args)
     arrays = adapter.arrays(params)
     shapes = [shape for _, shape in arrays]
-    batch = _batch_axes(compiled.arguments, shapes)
+    # The mesh axes that shard the arguments whose shapes are not those of params.
+    others = (x for x in compiled.arguments if x.info.shape not in ((), *shapes))
+    specs: list[Any] = [getattr(x.sharding, "spec", None) for x in others if x.sharding is not None]
+    is_known = None not in specs and bool(specs)
+    batch = frozenset(jax.tree.leaves([*map(tuple, specs)])) if is_known else None
     listed = collectives.compiled_collectives(parsed, compiled.mesh, shapes, batch)
     border = "slice" if collectives.slice_axes(compiled.mesh) else "host"
     memory: Any = compiled.executable.memory_analysis()
@@ -283,13 +287,6 @@ def _totals(
         "network_seconds": links
         and program.total((path, x * 8 / links.rate + n * links.latency) for path, x, n in waits),
     }
-
-
-def _batch_axes(arguments: Sequence[Argument], shapes: Shapes) -> Axes | None:
-    """Return the mesh axes that shard the arguments whose shapes are not those of params."""
-    used = [x for x in arguments if x.sharding is not None and x.info.shape not in ((), *shapes)]
-    specs: list[Any] = [getattr(x.sharding, "spec", None) for x in used]
-    return None if None in specs or not specs else frozenset(jax.tree.leaves([*map(tuple, specs)]))
 
 
 def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:

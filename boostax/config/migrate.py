@@ -164,7 +164,8 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     state = narrowed(first, jax.tree.map_with_path(lambda path, _: values[path], fresh))
     if (variants := variants_of(new_tx)) is not None:
         # The next depth comes from the new schedule and the number of applied steps.
-        new = variants.resumed(params, state)
+        depth = variants.plan(params).at(variants.find(state).steps)
+        new = optax.tree.set(state, next_depth=depth)
         depth, was = (variants.find(x).next_variant() for x in (new, state))
         if int(depth) != int(was):
             notes.append(_DATA["notes"]["depth"].format(depth, was))

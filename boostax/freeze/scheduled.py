@@ -110,10 +110,6 @@ class Freezing:
         plan = self.plan(params)
         return Choice(plan.index(self.find(state).next_depth), tuple(map(plan.active, plan.drawn)))
 
-    def resumed(self, params: PyTree, state: PyTree) -> PyTree:
-        """Return the state with the next depth of this schedule."""
-        return optax.tree.set(state, next_depth=self.plan(params).at(self.find(state).steps))
-
     def part(self, params: PyTree, state: PyTree, depth: int) -> PyTree:
         """Return the state without the moments of frozen leaves."""
         if state is not self.find(state):

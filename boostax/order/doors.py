@@ -60,8 +60,7 @@ def _known(
         known = {}
     key = names, getattr(step, "policy", None), step is None
     if key not in known:
-        rows = parts.rows(parts.read(tx))
-        known[key] = findings(rows, step, bool(names)), scales(tx)
+        known[key] = findings(parts.rows(parts.read(tx)), step, bool(names)), scales(tx)
     return known[key]
 
 

@@ -64,8 +64,7 @@ def widened(opt_state: PyTree) -> PyTree:
     nodes, treedef = jax.tree.flatten(opt_state, is_leaf=lambda x: isinstance(x, StoreState))
     for i, node in enumerate(nodes):
         if isinstance(node, StoreState):
-            decoded = _decoded(node.inner_state, node.scales)
-            nodes[i] = node._replace(inner_state=decoded, scales={})
+            nodes[i] = node._replace(inner_state=_decoded(node.inner_state, node.scales), scales={})
     return treedef.unflatten(nodes)
 
 

@@ -207,8 +207,7 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     shape = () if n == 1 else (weights.shape[1], 1)
     # A leaf that is not packed has its own shape, because other shapes have other tilings on a TPU.
     blocks = (x if n == 1 else x.reshape(*x.shape[:-1], n, -1) for x in bucket.rows)
-    pairs = zip(weights, blocks, strict=True)
-    nodes = [x * w.astype(x.dtype).reshape(shape) for w, x in pairs]
+    nodes = [x * w.astype(x.dtype).reshape(shape) for w, x in zip(weights, blocks, strict=True)]
     for _ in range(level):
         odd = nodes[len(nodes) // 2 * 2 :]
         nodes = [a + b for a, b in zip(nodes[0::2], nodes[1::2], strict=False)] + odd

@@ -127,8 +127,7 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
         optimizer.update(model, grads)
         return loss
 
-    losses = [float(step(model, optimizer, batch)) for _ in range(2)]
-    return jax.device_get(values(model)), losses
+    return jax.device_get(values(model)), [float(step(model, optimizer, batch)) for _ in range(2)]
 
 
 def _audit(loss_fn: Loss, params: PyTree, batch: PyTree) -> None:

@@ -467,8 +467,7 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
         if isinstance(node, (list, tuple, dict)):
             stack.extend(node.values() if isinstance(node, dict) else node)
         elif inspect.isfunction(node):
-            signature = inspect.signature(node, follow_wrapped=False)
-            for name, parameter in signature.parameters.items():
+            for name, parameter in inspect.signature(node, follow_wrapped=False).parameters.items():
                 required[name] = required.get(name, False) or parameter.default is parameter.empty
             stack.extend(closure(node).values())
         elif isinstance(node, optax.MultiSteps) or (callable(node) and not inspect.isclass(node)):
