@@ -398,8 +398,9 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
 
 
 def _positive(who: str, argument: str, value: float, hint: str) -> None:
-    info, allowed = jnp.finfo(jnp.float32), "a normal positive f32"
-    checks.number(who, argument, value, allowed, lambda x: info.tiny <= x <= info.max, hint)
+    limits = jnp.finfo(jnp.float32)
+    low, high = float(limits.tiny), float(limits.max)
+    checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
 
 
 def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: int = 1) -> None:
