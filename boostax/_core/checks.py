@@ -21,7 +21,8 @@ _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " Put it around an optimizer, not next to it in optax.chain."
 _ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass what the rows share by keyword."
-# The notes of an argument, and the names by which users know the classes.
+# ``_NOTES`` has more hints for errors about an argument. ``_CALLS`` has the functions by which
+# users know boostax's classes.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " Without a loss scale, opt_state is ()."}
 _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 
@@ -130,7 +131,7 @@ def require(
         raise error(message(who, argument, allowed, *texts))
 
 
-# The same check, but the error is a ``TypeError``.
+# Like ``require``, but the error is a ``TypeError``.
 require_type = functools.partial(require, error=TypeError)
 
 

@@ -221,7 +221,7 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
     """
     named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
-    # For each dtype the index, the sharded dimension and the spec of each leaf.
+    # For each dtype, the index, the sharded dimension and the spec of each leaf.
     by_dtype: dict[np.dtype, list[tuple[int, int, P]]] = {}
     for i, (path, x) in enumerate(named):
         spec = placement.spec(path) or P()
@@ -295,8 +295,8 @@ class Local(NamedTuple):
     indices: PyTree
 
 
-# A reduction of a ``Local`` and of shared values. The results are means, which are equal on all
-# replicas, the new ``Local.state``, which differs per replica, and the new shared values.
+# A reduction of a ``Local`` and of shared values. The results are the means, the new
+# ``Local.state`` and the new shared values. Only ``Local.state`` differs per replica.
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
