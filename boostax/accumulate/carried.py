@@ -248,7 +248,7 @@ def _over_replicas(rules: Rules, new: Carried, names: tuple[str, ...]) -> Carrie
     combined: Carried = {}
     for name, x in new.items():
         if rules[name] == "max":
-            # The maximum of XLA:CPU's all-reduce loses a NaN.
+            # On XLA:CPU, the maximum of an all-reduce ignores NaN, so infinity replaces NaN.
             combined[name] = axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
             continue
         if rules[name] == "last":

@@ -26,7 +26,8 @@ RING: Mapping[str, Callable[[int], float]] = {
     **dict.fromkeys(("reduce-scatter", "all-to-all", "ragged-all-to-all"), lambda n: (n - 1) / n),
     **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
 }
-# The collective that several permutes form in a computation or scope of this name.
+# The collective that several permutes form together, if the name of their computation or scope
+# contains the key.
 _FORMED = {
     "ring_reduce_scatter": "reduce-scatter",
     "windowed_dot_general_body_ag": "all-gather",
@@ -116,8 +117,8 @@ def compiled_collectives(
         kind = i.op.removesuffix("-start")
         if kind not in RING or (kind == "send" and "megascale" not in i.attributes):
             continue
-        # On a TPU, every fusion that continues a transfer repeats the transfer's instruction, also
-        # in inner loops.
+        # On a TPU, every fusion that continues a transfer repeats the transfer's instruction.
+        # Fusions in inner loops repeat it, too.
         carried = "async_collective_fusion_config" in i.attributes
         chain = (i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"'), site.branches)
         transfer = chain if carried else len(collectives)
