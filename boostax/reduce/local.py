@@ -140,7 +140,8 @@ class _Rounds(NamedTuple):
         every = self.every or count
         phase = since % every
         phase = jnp.where(state.syncs < self.warmup, -1, phase) if self.warmup else phase
-        # A comparison of one number shows to an audit that a step runs only one of the branches.
+        # All conditions compare ``phase`` with a constant, so an audit sees that a step runs only
+        # one of the branches.
         return phase == -1, [phase == -(-k * every // count) % every for k in range(1, count + 1)]
 
     def _synchronized(self, state: LocalUpdatesState, due: Due, *step: PyTree) -> Stepped:
@@ -432,7 +433,7 @@ def _even_runs(sizes: list[int], count: int) -> list[int]:
         labels = [0]
         filled = sizes[0]
         for i, size in enumerate(sizes[1:], 1):
-            # Each later run needs at least one leaf.
+            # Each later run needs at least one item.
             begins = len(sizes) - i < count - labels[-1] or filled + size > limit
             filled = size if begins else filled + size
             labels.append(labels[-1] + begins)
