@@ -328,8 +328,8 @@ class Oracle(Generic[Value, Params, Grads]):
         if self.mesh is not None:
             fns = [_outside(self._mapped(fn, PartitionSpec())) for fn in fns]
 
-        # JAX does not transpose a ``custom_vmap``. In an unchecked map, JAX also sums the
-        # cotangents of a ``psum`` once more. So the function has a gradient rule.
+        # JAX does not transpose a ``custom_vmap``. With ``check_vma=False``, JAX also sums the
+        # cotangents of a ``psum`` again. So the function has a rule for its gradient.
         loss = jax.custom_jvp(lambda params: fns[0](params, *args))
 
         @loss.defjvp
@@ -366,8 +366,8 @@ class Oracle(Generic[Value, Params, Grads]):
                 result = self._loss_and_aux(trained, params, rows, kwargs, scale)
                 share = self.replicas / self._slices(batch)
                 loss, by_term, aux = auxiliary.of_slice(result, counts, terms, share)
-                # In a typed map, a loss that is averaged over the replicas is typed as equal, and
-                # its gradient would be 1/n of the gradient in an untyped map.
+                # With ``check_vma=True``, a loss that is averaged over n replicas has an unvarying
+                # type. Its gradient would be 1/n of the gradient with ``check_vma=False``.
                 loss, by_term = axes.to_varying((loss, by_term), names)
                 return (by_term if terms else loss) * scale.astype(loss.dtype), (loss, aux)
 
@@ -378,8 +378,8 @@ class Oracle(Generic[Value, Params, Grads]):
                     trained = _trained(params, active)
                     refusals.require_uncrossed(lambda x: scaled_loss(x)[0], trained, names)
             if weight is not None:
-                # A mean over zero tokens is 0/0, which must not lower the scale as an overflow
-                # would.
+                # A mean over zero tokens is 0/0. It is dropped, so that a scaler does not lower the
+                # scale as after an overflow.
                 new = carried.unless_empty(grads, params, rules, weight)
                 loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
                 grads = carried.restored(grads, new)
@@ -488,14 +488,15 @@ class Oracle(Generic[Value, Params, Grads]):
 
             spec = params_specs or PartitionSpec(*[names] * is_local)
             specs = spec, rows, *[PartitionSpec()] * (1 + len(more))
-            # The map is untyped, so that loops may start from constants, and kernels and libraries
+            # With ``check_vma=False``, loops may start from constants, and kernels and libraries
             # need not declare varying axes. A line search calls this function in a context in which
             # the axes of an Explicit mesh are Auto.
             around = jax.sharding.get_abstract_mesh()
             mesh: PyTree = self.mesh if around.empty else around
             options: PyTree = {"mesh": mesh, "axis_names": set(names), "check_vma": False}
             shard_map = jax.shard_map(per_replica, in_specs=specs, out_specs=out_specs, **options)
-            # JAX's error about rows would describe this map, which the user does not see.
+            # Rows are checked here, because JAX's error would describe this ``shard_map``, which
+            # the user does not see.
             count = math.prod(self.mesh.shape[x] for x in names) if self.mesh else 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
                 dim = len(rows) - 1
@@ -503,14 +504,16 @@ class Oracle(Generic[Value, Params, Grads]):
             batch = placement.gathered(mesh, names, batch, rows)
             params = params if params_specs else placement.gathered(mesh, names, params)
             args = params, batch, kwargs, *more
-            # Outside of ``jit``, JAX maps a subset of a mesh's axes only with checked types.
+            # Outside of ``jit``, ``shard_map`` over only some axes of a mesh requires
+            # ``check_vma=True``.
             is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
             return (shard_map if is_traced else jax.jit(shard_map))(*args)
 
         return mapped
 
 
-# Makes the gradient function of a step from the gradient function and the policy of a loss.
+# A function that makes the gradient function of a step from the gradient function and the policy of
+# a loss.
 Around = Callable[[Oracle, Policy | None], Oracle]
 
 
@@ -557,7 +560,8 @@ def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[Py
 
     if not value.ndim:
         return gradient(jnp.ones_like(value)), more
-    # In a typed map, a cotangent has the type of its value.
+    # With ``check_vma=True``, a cotangent must have the varying axes of its value. ``ones_like``
+    # gives the cotangent these axes.
     grads = [gradient(jnp.ones_like(value) * row) for row in np.eye(value.size, dtype=value.dtype)]
     return jax.tree.map(lambda *terms: jnp.stack(terms), *grads), more
 
