@@ -90,8 +90,8 @@ def transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
         kind = "absolute"
     if kind != "place" or len(operands) != len(types):
         operands = [_degree(eqn, kind, operands)] * len(types)
-    # An integer or a bool has the degree ``ANY``, because no gradient depends on it. But it keeps
-    # ``NONE`` or ``UNKNOWN``, because a scale may change its value.
+    # An integer or a bool has the degree ``ANY``, because no gradient depends on it. But such a
+    # value keeps the degree ``NONE`` or ``UNKNOWN``, because a scale may change the value.
     pairs = zip(operands, types, strict=True)
     return [x if is_inexact(aval) or x in (NONE, UNKNOWN) else ANY for x, aval in pairs]
 

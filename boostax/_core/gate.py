@@ -259,7 +259,8 @@ def run_or_hold(
         that does not depend on gradients.
     """
     axes.require_invariant(predicate, who)
-    # The other branch must return the types of the result, which are known only after a trace.
+    # The other branch must return values of the same types as ``heavy()``, which are known only
+    # after a trace.
     replay, types = trees.trace_once(heavy)
     if names is not None:
         _require_agreed(replay, names, who)

@@ -78,8 +78,8 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
         # them.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
     except ValueError as error:
-        # An NNX optimizer has arrays where the user's state has variables, so only the paths are
-        # compared.
+        # In an NNX optimizer, the params are arrays where ``groups`` may have variables, so only
+        # the paths are compared.
         labels = {trees.plain_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(groups)}
         paths = [trees.plain_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if labels.keys() == set(paths):

@@ -274,7 +274,8 @@ def seen(values: PyTree, check: Callable[[PyTree], None]) -> PyTree:
     @unchanged.def_vmap
     def rule(size: int, differs: Sequence[PyTree], values: PyTree) -> tuple[PyTree, PyTree]:
         check(differs[0])
-        # An outer vmap may map a value that this vmap does not map.
+        # An outer vmap may map a value that this vmap does not map, so ``unchanged`` is called
+        # again.
         return unchanged(values), differs[0]
 
     return unchanged(values)

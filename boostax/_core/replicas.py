@@ -313,8 +313,8 @@ def spread_anew(
         low = np.maximum(new_ends[:-1, None], old_ends[:-1])
         means: list[jax.Array] = []
         for weights in np.maximum(np.minimum(new_ends[1:, None], old_ends[1:]) - low, 0) * replicas:
-            # A weight below 1e-9 is a rounding error. Its ``x[i]`` is left out, because a product
-            # with NaN would be NaN.
+            # A weight below 1e-9 is a rounding error. The ``x[i]`` with this weight is left out,
+            # because a NaN in it would make the mean NaN.
             first, *others = np.flatnonzero(weights > 1e-9)
             parts = [x[i] * jnp.asarray(weights[i], x.real.dtype) for i in (first, *others)]
             means.append(sum(parts[1:], parts[0]) if others else x[first])

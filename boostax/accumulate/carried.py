@@ -153,7 +153,7 @@ class _Carry(NamedTuple):
         # The caller may have replaced the inner state by one without an open window.
         was_open = state.open & gate.held_open(old_inner)
         pending = Pending(without(grads.raw, rules))
-        # ``last_finite`` is a field of Optax's ``apply_if_finite``.
+        # ``last_finite`` is a field of the state of ``optax.apply_if_finite``.
         checks_finite = trees.find(old_inner, lambda x: hasattr(x, "last_finite"))
         if checks_finite or trees.telling(old_inner, protocols.Scaler):
             # fp8 clips overflows, so the gradients may be finite when a carried value is not.

@@ -324,7 +324,7 @@ class _Windows(NamedTuple):
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
         weight = axes.to_varying(jax.tree.map(jnp.float32, weight), self.names + self.averaged)
         # A negative, too large or NaN weight becomes NaN. It makes the sum of the weights NaN, but
-        # ``weigh`` replaces its gradients by zeros.
+        # ``weigh`` replaces the weighted gradients by zeros.
         weight = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < _MOST), x, jnp.nan), weight)
         if not self.terms:
             return Window(weigh(grads, weight), weight)
@@ -348,8 +348,8 @@ class _Windows(NamedTuple):
         """
         state, params, apply, extra = call
         inner = state.inner_state
-        # A sum in f16 can overflow, even if a scaler checked each gradient. If a gate is inside, it
-        # must receive such a sum, because a scaler lowers its scale after an overflow.
+        # A sum in f16 can overflow, even if a scaler checked each gradient. A gate inside this
+        # window must receive such a sum, because a scaler lowers its scale after an overflow.
         is_checked = float(jnp.finfo(self.narrow).max) < _MOST and not gate.gates_in(inner)
         ok = norms.all_finite(window.grads) if is_checked else jnp.asarray(True)
         factors = [1.0 / count.astype(jnp.float32)] if self.normalize == "mean" else []
@@ -370,8 +370,8 @@ class _Windows(NamedTuple):
         def work() -> Stepped:
             grads = Pending(window.grads, tuple(factors))
             if self.terms:
-                # XLA fuses a sum term by term with the optimizer, but writes the result of a
-                # reduction to memory.
+                # The terms are added one by one, because XLA fuses additions with the optimizer,
+                # but writes the result of a reduction to memory.
                 shares: list[PyTree] = []
                 for i, x in enumerate(factors[0]):
                     term = jax.tree.map(lambda g, i=i: g[i], window.grads)

@@ -96,8 +96,8 @@ class Audit:
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    # A key of ``metadata`` is the label of a row in the table. Its value names the field by which
-    # the row's numbers are divided.
+    # A key of ``metadata`` is the label of a row in the table. The value names the field by which
+    # the numbers of the row are divided.
     reduced: Ways = field(metadata={"elements reduced": "params"})
     gradients: Ways = field(metadata={"of these gradients": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})

@@ -105,8 +105,8 @@ def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
     over = "x".join(c.axes) or f"{c.devices} devices"
     over += f" ({c.crosses}s)" if c.crosses else ""
     call = "applied" if c.branches else "each"
-    # The source is the last folder, the file and the line of the user's code. If they are unknown,
-    # it is the name of the boostax transformation.
+    # The source is the last folder, the file and the line of the user's code. If the line is
+    # unknown, the source is the name of the boostax transformation.
     scopes = re.findall(r"boostax\.\w+", c.name)[-1:]
     source = "/".join(pathlib.PurePath(c.source).parts[-2:]) or "".join(scopes)
     dtype = "+".join(c.dtypes) + " (widened)" * c.widened

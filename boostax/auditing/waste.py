@@ -39,8 +39,8 @@ class Waste:
 WORDS = checks.table("boostax.auditing", "waste")
 # A finding about a smaller share of the params, or of the bytes on the wire, is not reported.
 _SMALL = 0.01
-# Scopes that repeat collectives on purpose, to save memory: those of ``Layers``, and of a window
-# with sharded sums.
+# Scopes that repeat collectives on purpose, to save memory: the scopes of ``Layers`` and of a
+# window with sharded sums.
 _CHOSEN = ("by_layer", "boostax.accumulate")
 
 

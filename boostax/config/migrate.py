@@ -146,7 +146,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     same = jax.tree.structure(classed) == jax.tree.structure(old_state)
     notes: Notes = [] if same else [_DATA["notes"]["classes"]]
     _require_readable(classed)
-    # Moments are converted to f32 before the migration, for any dtype that stores them.
+    # Moments are converted to f32 before the migration, whatever dtype stores them.
     fresh, old_state = widened(first), widened(classed)
     news = _read(fresh, params)
     classes = dict.fromkeys(type(y.state) for y in news)
@@ -338,7 +338,7 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
         same = old.shape in (new.shape, (1,)) or (new.owner, new.shape) in shapes
         got = f"{trees.path_name(new.owner or ()) or 'a leaf'} of {new.shape}"
         require(same or new.shape != new.like, "shapes", got, shape=old.shape, path=_spot(old.path))
-    # ``by_shape`` distributes moments by the order of the params' names.
+    # ``by_shape`` distributes moments in the order of the params' names.
     orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (before, after)]
     for both in zip(*orders, strict=False):
         for x, y in zip(*(state.order for state in both), strict=False):
@@ -495,7 +495,7 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
     """Return ``x`` in a new buffer, strongly typed, placed as ``like``."""
     if like.committed or jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
-    # The copy is through the host, because a copy of a committed array would be committed.
+    # The copy goes through the host, because a copy of a committed array would be committed.
     return jnp.array(np.asarray(x), like.dtype, copy=True) if x.is_fully_replicated else x.copy()
 
 

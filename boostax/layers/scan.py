@@ -156,7 +156,7 @@ def _scan_with_updates(
 ) -> tuple[PyTree, PyTree]:
     """Scan with a backward loop that updates the accumulator."""
     # If the accumulator contains the params, the loop reads the params from the accumulator. The
-    # cotangent of the accumulator is its new value.
+    # cotangent of the accumulator is the accumulator's new value.
     has_params = isinstance(stack.accumulator, UpdatedLayers)
     # A ``custom_vjp`` differentiates only arguments, so the values in the closure of ``layer`` are
     # arguments of ``hoisted``.
