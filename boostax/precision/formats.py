@@ -281,8 +281,8 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
         (bits & _SIZE, bits), zeros, lambda a, b: (lax.max(a[0], b[0]), lax.min(a[1], b[1])), inside
     )
     most, least = (jnp.expand_dims(y, inside) for y in ends)
-    # The maximum equals ``most``. Without the maximum, XLA would remove the result ``least`` for
-    # int8, which does not use it.
+    # The maximum equals ``most``. Without the maximum, XLA would remove ``least`` for int8, which
+    # does not use ``least``.
     return _float(jnp.maximum(most, least)), least
 
 

@@ -224,7 +224,8 @@ def exchange(
     gathered = jnp.zeros((count, 1), jnp.int32)
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
-        # The reciprocal is halved at each level of the tree of replicas and must remain normal.
+        # The reciprocal of a power of two is halved at each level of the tree of replicas. It must
+        # remain a normal number.
         exponents = exponents if near_one else jnp.minimum(exponents, 100)
         exponents = axes.largest(exponents, common) if common else exponents
         gathered = axes.gather(exponents, names)
@@ -317,7 +318,7 @@ def _is_narrow(wire: Wire) -> bool:
 def _half(x: jax.Array, wire: Wire) -> jax.Array:
     """Return ``x`` in the form in which it is sent."""
     half = x if wire is None else trees.saturate(x, wire)
-    # XLA:CPU would send bf16 as f32, unlike a TPU.
+    # XLA:CPU, unlike a TPU, would send bf16 as f32, so the bits are sent as integers.
     as_integers = wire == jnp.bfloat16 and axes.sent_apart()
     return lax.bitcast_convert_type(half, jnp.uint16) if as_integers else half
 

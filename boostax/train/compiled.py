@@ -311,7 +311,8 @@ class Programs:
     def __init__(self, step: TrainStep, state: TrainState, specs: PyTree):
         self._step, self._structure = step, jax.tree.structure(state)
         self._placement: PyTree = step.placing and step.placing.placement(state.params)
-        # If the user has sharded the state, XLA would give the params the sharding of the state.
+        # If there is no mesh and the user has sharded the state, XLA would give the params the
+        # sharding of the state.
         unspecified: PyTree = None
         shardings = TrainState(unspecified, specs, None, None, None)
         self._shardings: PyTree = step.shardings(state) if step.placing else shardings
@@ -448,7 +449,8 @@ def _strong(x: PyTree) -> PyTree:
     """Return a call's argument in a strong dtype, so that numbers and arrays share one trace."""
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
-    # JAX refuses a value that is not an array, and names the value.
+    # Other values are returned unchanged, because JAX's error about a value that is not an array
+    # names the value.
     return np.asarray(x, jnp.result_type(x)) if isinstance(x, jax.typing.ArrayLike) else x
 
 

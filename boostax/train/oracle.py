@@ -378,14 +378,15 @@ class Oracle(Generic[Value, Params, Grads]):
                     trained = _trained(params, active)
                     refusals.require_uncrossed(lambda x: scaled_loss(x)[0], trained, names)
             if weight is not None:
-                # A mean over zero tokens is 0/0. It is dropped, so that a scaler does not lower the
-                # scale as after an overflow.
+                # A mean over zero tokens is 0/0. The mean is dropped, so that a scaler does not
+                # lower the scale as after an overflow.
                 new = carried.unless_empty(grads, params, rules, weight)
                 loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
                 grads = carried.restored(grads, new)
             return (loss, aux), grads
 
-        # Carried records of cotangents must equal the records of the whole batch for any split.
+        # For any number of micro-batches, carried records of cotangents must equal the records of
+        # the whole batch.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
         how: PyTree = {"dtype": self.dtype, "rules": rules}
@@ -611,7 +612,7 @@ def applied(
     else:
         tx = optax.with_extra_args_support(tx)
         updates, new_state = tx.update(grads, opt_state, trained, **extra_args)
-        # Gradients in f32, of micro-batches, would widen moments of params in bf16.
+        # The f32 gradients of micro-batches would widen the moments of bf16 params.
         is_alike = jax.tree.structure(opt_state) == jax.tree.structure(new_state)
         opt_state = trees.cast_like(new_state, opt_state) if is_alike else new_state
         new = trees.applied(trained, updates)

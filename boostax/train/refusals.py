@@ -94,7 +94,7 @@ def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -
     """Refuse a loss that itself differentiates a sum over the replicas, for an untyped map."""
     # With ``check_vma=False``, JAX sums the cotangents of a sum over the replicas. The sum is
     # correct for a gradient that is computed outside of the mapped function and averaged over the
-    # replicas. It is wrong for a gradient of one replica that is computed inside.
+    # replicas. The sum is wrong for a gradient of one replica that is computed inside.
 
     def is_backward(eqn: jaxprs.JaxprEqn, inside: bool) -> bool:
         return inside or "transpose(" in str(eqn.source_info.name_stack)
