@@ -231,7 +231,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
-            # orbax raises these errors for classes that it cannot compare, without any damage.
+            # orbax raises these errors for classes that it cannot compare, even if no file is
+            # damaged.
             unlike = isinstance(error, (TypeError, IndexError))
             raise self._damaged(step, _first_line(error), unlike) from error
 

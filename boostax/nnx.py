@@ -119,7 +119,8 @@ class Optimizer(nnx.Optimizer[_M]):
         checks.require(is_valid, _WHO, "shard_optimizer", True, allowed, hint)
         super().__init__(model, tx, wrt=wrt, **more)
         if self.mesh is not None:
-            # Arrays are distributed over the replicas only in a state without variables.
+            # The superclass made a state with variables. ``on_mesh`` distributes arrays only in a
+            # state without variables, so ``tx.init`` makes the state again.
             nnx.update(self.opt_state, nnx.state(tx.init(params), **more))
             # A program cannot accept a counter on one device together with params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
@@ -215,7 +216,8 @@ class Optimizer(nnx.Optimizer[_M]):
             constants = placement.gathered(self.mesh, names, constants) if names else constants
             extra: dict[str, PyTree] = {"model_state": others, "constants": constants}
             (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
-            # A mean over three replicas would round the unchanged variables, too.
+            # Variables that the loss did not change keep their old values, because a mean over
+            # three replicas would round them.
             mean = aux.combined.model_state
             new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, others)
             # An overflow in the forward pass affects the variables even if the step is skipped.

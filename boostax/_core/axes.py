@@ -27,8 +27,8 @@ from boostax._core import checks, jaxprs, trees
 from boostax._core.types import Params, PyTree, Value
 
 AxisName = str | tuple[str, ...]
-# The primitives of collectives. A primitive with the suffix "_invariant" returns a result that is
-# typed as equal on all replicas.
+# The primitives of collectives. A primitive with the suffix "_invariant" returns a result whose
+# type is unvarying.
 COLLECTIVES = "psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute"
 
 
@@ -116,7 +116,7 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     return names
 
 
-# The hint for plain jit, where the shards are XLA's and the step binds the replica axes.
+# In a plain jit, XLA shards arrays but binds no axis. A train step would bind the replica axes.
 _IN_JIT = (
     "in plain jit omit axis_name and wrap the chain by boostax.on_mesh(tx, params, axis_name=...) "
     "or boostax.nnx.Optimizer(..., axis_name=...). boostax.make_train_step also binds the axis."
@@ -304,7 +304,8 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     expected = tracked(names)
     for path, leaf in jax.tree.leaves_with_path(grads):
         missing = ", ".join(sorted(expected - varying(leaf)))
-        # The indices of sparse gradients may be equal on all replicas.
+        # Integers are not checked. They are indices of sparse gradients, which may be equal on all
+        # replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             got = f"{trees.path_name(path)!r} equal over {missing}, which jax.grad sums"
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))

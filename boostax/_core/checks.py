@@ -21,7 +21,8 @@ _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " Put it around an optimizer, not next to it in optax.chain."
 _ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass what the rows share by keyword."
-# The notes of an argument, and the names by which users know the classes.
+# ``_NOTES`` has more hints for errors about an argument. ``_CALLS`` has the functions by which
+# users know boostax's classes.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " Without a loss scale, opt_state is ()."}
 _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 
@@ -48,7 +49,7 @@ def needing(who: str, package: str, extra: str) -> Generator[None]:
 
 def positive_int(who: str, argument: str, value: object, hint: str) -> Any:
     """Require an integer of Python, NumPy or JAX from 1 to the largest i32; refuse a bool."""
-    # Inside ``inject_hyperparams`` the value is traced.
+    # Inside ``optax.inject_hyperparams``, the value is traced.
     if isinstance(value, Tracer):
         return value
     number = natural(who, argument, value, hint, "a positive integer", least=1)
@@ -87,7 +88,7 @@ def number(
 ) -> Any:
     """Require a finite real scalar that passes ``test``; only the shape of a tracer is checked."""
     require_scalar(who, argument, value)
-    # Inside ``inject_hyperparams`` the value is traced.
+    # Inside ``optax.inject_hyperparams``, the value is traced.
     if isinstance(value, Tracer):
         return value
     try:
@@ -130,7 +131,7 @@ def require(
         raise error(message(who, argument, allowed, *texts))
 
 
-# The same check, but the error is a ``TypeError``.
+# Like ``require``, but the error is a ``TypeError``.
 require_type = functools.partial(require, error=TypeError)
 
 

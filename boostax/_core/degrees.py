@@ -21,9 +21,10 @@ from jax.core import Tracer
 from boostax._core import checks, interpret, jaxprs
 from boostax._core.types import PyTree
 
-# A degree is a number or one of five marks: any degree (zeros and infinities), a guard (a small
-# positive constant that only guards a division, and is ignored next to other terms), free (an input
-# of any degree, which counts as a constant in products), no degree, or an unknown degree.
+# A degree is a number or one of five marks. ``ANY`` is the degree of zeros and infinities.
+# ``GUARD`` is the degree of a small positive constant that only prevents a division by zero; a sum
+# ignores such a term. ``FREE`` is an input of any degree; a product counts it as a constant.
+# ``NONE`` means that a value has no degree, and ``UNKNOWN`` that its degree is unknown.
 Degree = float | str
 ANY, GUARD, FREE, NONE, UNKNOWN = "any", "guard", "free", "none", "unknown"
 _LARGEST_GUARD = 1e-6
@@ -49,7 +50,7 @@ def degrees(
     """
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
     inputs = [x if is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
-    # The values of a loop that runs until convergence may share no degree.
+    # If the carry of a loop has another degree in each iteration, ``_shared`` returns ``UNKNOWN``.
     how: PyTree = {"constant": _of_constant}
     return interpret.flow(program, inputs, rule or transfer, _shared, 0.0, **how)
 
@@ -89,7 +90,8 @@ def transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
         kind = "absolute"
     if kind != "place" or len(operands) != len(types):
         operands = [_degree(eqn, kind, operands)] * len(types)
-    # An integer or a bool that no scale changes has any degree: no gradient depends on it.
+    # An integer or a bool has the degree ``ANY``, because no gradient depends on it. But such a
+    # value keeps the degree ``NONE`` or ``UNKNOWN``, because a scale may change the value.
     pairs = zip(operands, types, strict=True)
     return [x if is_inexact(aval) or x in (NONE, UNKNOWN) else ANY for x, aval in pairs]
 

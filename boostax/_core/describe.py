@@ -149,7 +149,7 @@ def describe(
             )
             if bcoo.MODULE in sys.modules and args:
                 args = bcoo.dense(args[0], name), *args[1:]
-            # Profiles show this name from the name stack of the trace.
+            # The trace adds this name to its operations, so profiles show the name.
             with jax.named_scope(f"boostax.{name}"):
                 return update(*args, **kwargs)
 

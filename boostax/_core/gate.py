@@ -194,7 +194,7 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     The result has a set of numbers for each array. Params and gradients are numbered in the order
     of the leaves.
     """
-    # The types have no shardings, because an Explicit mesh would check them.
+    # The types have no shardings, because an Explicit mesh would check the shardings.
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(functools.partial(init_inner, tx), types)
     update = functools.partial(call, tx, apply=True, extra={"value": jnp.zeros(())})
@@ -226,7 +226,8 @@ def flush_of(tx: Extended) -> Flush:
     def flush_fn(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
         waiting = held_open(state.inner_state)
         params, inner_state = flush_inner(tx, state.inner_state, params, extra)
-        # A flush that closes a window applies it, even if the last gradient was skipped.
+        # A flush that closes a window applies the window's sum, even if the last gradient was
+        # skipped.
         applied = state.applied | (waiting & passed(inner_state))
         return params, state._replace(applied=applied, inner_state=inner_state)
 
@@ -258,7 +259,8 @@ def run_or_hold(
         that does not depend on gradients.
     """
     axes.require_invariant(predicate, who)
-    # The other branch must return the types of the result, which are known only after a trace.
+    # The other branch must return values of the same types as ``heavy()``, which are known only
+    # after a trace.
     replay, types = trees.trace_once(heavy)
     if names is not None:
         _require_agreed(replay, names, who)

@@ -74,10 +74,12 @@ class Labels:
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
     """Return the label of each leaf, from a tree like the params or from its prefix."""
     try:
-        # JAX's error prints the leaves, which fails for donated leaves.
+        # JAX's error would print the params, and printing donated params fails, so zeros replace
+        # them.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
     except ValueError as error:
-        # An optimizer of NNX has bare arrays where a state has boxes; the paths are equal.
+        # In an NNX optimizer, the params are arrays where ``groups`` may have variables, so only
+        # the paths are compared.
         labels = {trees.plain_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(groups)}
         paths = [trees.plain_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if labels.keys() == set(paths):

@@ -38,7 +38,7 @@ class Mark:
 
 
 _MARKS: dict[int, tuple[weakref.ref[object], Mark]] = {}
-# A list of scales for each loss in the current trace, the outermost loss first.
+# A list of scales for each loss in the current trace. The outermost loss is first.
 INSIDE: ContextVar[tuple[list[jax.Array], ...]] = ContextVar("inside", default=())
 # The factor of the innermost loss. The caches of jax.jit compare this context, so a trace for one
 # loss is not reused for another loss.
@@ -98,7 +98,8 @@ def hand_on(old: PyTree, new: PyTree) -> None:
 
 def multiplied(scale: jax.Array) -> contextlib.AbstractContextManager[None]:
     """Set the result of ``precision.current_scale`` for a loss that is being traced."""
-    # The caches store this context, so it must not contain a tracer or be compared by value.
+    # The caches of jax.jit store and compare this context. A tracer must not be stored, and cannot
+    # be compared by value. So a function returns the tracer from a weak reference.
     known = weakref.ref(scale)
     factor = (lambda: known()) if isinstance(scale, Tracer) else float(scale)
     return FACTOR(factor if any(INSIDE.get()[-1:]) else None)

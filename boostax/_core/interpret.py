@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 
-# The hints name the consequence of a misread program, which no other check would notice.
+# No other check would notice a misread program, so these hints name the consequence.
 _TESTED = "Install tested versions in a checkout: pip install -c constraints.txt ."
 _MISSED = f"The program inside would be missed. {_TESTED}"
 _MIXED = f"Constants would be confused with the carry. {_TESTED}"
@@ -45,7 +45,7 @@ JIT = ("jit", "pjit")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = ("call", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
-# The operands and results of these equations are the inputs and results of the equation's body.
+# The operands and results of such an equation are the inputs and results of its body.
 THROUGH = (*JIT, *_CALLS, *CUSTOM, *_OTHERS)
 
 
@@ -161,8 +161,8 @@ def of_trace(eqn: Any) -> jaxprs.JaxprEqn:
     return _template(0.0).eqns[0].replace(invars=[x.val for x in eqn.in_tracers], **fields)
 
 
-# An empty program, a template for ``replace``, which works in all versions of JAX. The arguments of
-# the constructor differ between versions.
+# An empty program, from which ``replace`` makes other programs. ``replace`` works in all versions
+# of JAX, but the arguments of the constructor differ between versions.
 _empty: Callable[[], Any] = functools.cache(jax.make_jaxpr(lambda: ()))
 _template: Callable[[float], Any] = functools.cache(jax.make_jaxpr(jax.numpy.negative))
 
@@ -234,7 +234,8 @@ def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
     """
     if type(value) in (tuple, list):
         return type(value)(rewrite(item, rule) for item in value)
-    # From jax 0.11 on, open and closed programs are one class, and this case preserves the consts.
+    # From jax 0.11 on, open and closed programs are one class. ``value.replace`` preserves the
+    # consts of a closed program.
     if isinstance(value, jaxprs.Jaxpr):
         eqns: list[jaxprs.JaxprEqn] = []
         for eqn in value.eqns:

@@ -30,7 +30,8 @@ def late(package: str, names: Mapping[str, str] | None = None, extra: Collection
         if name in extra:
             return importlib.import_module(f"{package}.{name}")
         text = f"module {package!r} has no attribute {name!r}"
-        # Python itself looks up names in modules that begin with underscores.
+        # Python itself looks up names such as ``__path__``, so the error for such a name has no
+        # hint.
         if not name.startswith("__"):
             hint = checks.replacement(f"{package}.{name}") or checks.replacement(f"boostax.{name}")
             text = f"{text}. {hint or checks.nearest(name, dir(sys.modules[package]))}"

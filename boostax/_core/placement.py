@@ -221,7 +221,7 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
     """
     named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
-    # For each dtype the index, the sharded dimension and the spec of each leaf.
+    # For each dtype, the index, the sharded dimension and the spec of each leaf.
     by_dtype: dict[np.dtype, list[tuple[int, int, P]]] = {}
     for i, (path, x) in enumerate(named):
         spec = placement.spec(path) or P()
@@ -274,7 +274,8 @@ def seen(values: PyTree, check: Callable[[PyTree], None]) -> PyTree:
     @unchanged.def_vmap
     def rule(size: int, differs: Sequence[PyTree], values: PyTree) -> tuple[PyTree, PyTree]:
         check(differs[0])
-        # An outer vmap may map a value that this vmap does not map.
+        # An outer vmap may map a value that this vmap does not map, so ``unchanged`` is called
+        # again.
         return unchanged(values), differs[0]
 
     return unchanged(values)
@@ -295,8 +296,8 @@ class Local(NamedTuple):
     indices: PyTree
 
 
-# A reduction of a ``Local`` and of shared values. The results are means, which are equal on all
-# replicas, the new ``Local.state``, which differs per replica, and the new shared values.
+# A reduction of a ``Local`` and of shared values. The results are the means, the new
+# ``Local.state`` and the new shared values. Only ``Local.state`` differs per replica.
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 

@@ -170,12 +170,12 @@ def yes(state: object) -> bool:
 def answers(kind: type, question: type) -> bool:
     """Return whether a class of nodes answers a question; refuse methods that are nearly right."""
     is_answer = METHODS[question] <= _methods(kind)
-    # A class whose instances can be called is a module of the model, with methods of its own.
+    # A class with ``__call__`` is a module of the model, whose methods may have any names.
     if not {"_fields", "__dataclass_fields__"} & {*dir(kind)} or "__call__" in dir(kind):
         return is_answer
     fields = {*getattr(kind, "_fields", ()), *getattr(kind, "__dataclass_fields__", ())}
     methods = _methods(kind) - fields
-    # Training states of other libraries have a field ``metrics``.
+    # A field ``metrics`` is accepted, because training states of other libraries have it.
     wrong = {f"a field {x}": f"a method {x}()" for x in fields & _NAMES - {"metrics"}}
     for x in methods - _NAMES:
         near = [RENAMED[x]] if x in RENAMED else difflib.get_close_matches(x, _NAMES, 1, 0.85)

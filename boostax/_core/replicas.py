@@ -48,7 +48,7 @@ class PerReplica(NamedTuple):
 
 
 _MARKED = PerReplica, ByBlock
-# ``jax.tree`` functions call this for every node, so a C function is faster.
+# ``jax.tree`` functions call this for every node, so this is a C function, which is faster.
 is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
 
@@ -135,7 +135,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
         elif is_per_replica(node):
             leaves, inner = jax.tree.flatten(node)
             for j, x in enumerate(leaves):
-                # NumPy makes a view, without a copy.
+                # For a NumPy array, NumPy makes a view, which needs no copy.
                 library = np if isinstance(x, np.ndarray) else jnp
                 leaves[j] = library.broadcast_to(x[None], (replicas, *x.shape))
             nodes[i] = inner.unflatten(leaves)
@@ -294,14 +294,15 @@ def spread_anew(
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        # The sharding of an array has devices, but the type of a traced array has only axes.
+        # A traced array has no sharding with devices, but a sharding with mesh axes in its type.
         sharding = getattr(x, "sharding", None) or jax.typeof(x).sharding
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-            # Replicas cannot be picked from a dimension that is typed as sharded.
+            # JAX cannot index a dimension whose type is sharded, so all devices get all replicas.
             x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(None, *sharding.spec[1:])))
         old = x.shape[0]
         if items is not None:
-            # Unused slots repeat the last item.
+            # Each replica has ``slots`` items. If there are too few items, the last item is
+            # repeated.
             slots = -(-items // replicas)
             order = np.minimum(np.arange(replicas * slots), items - 1).reshape(replicas, slots)
             return x.reshape(-1, *x.shape[2:])[order]
@@ -312,7 +313,8 @@ def spread_anew(
         low = np.maximum(new_ends[:-1, None], old_ends[:-1])
         means: list[jax.Array] = []
         for weights in np.maximum(np.minimum(new_ends[1:, None], old_ends[1:]) - low, 0) * replicas:
-            # A tiny overlap is a rounding error, and would spread a NaN of that neighbour.
+            # A weight below 1e-9 is a rounding error. The ``x[i]`` with this weight is left out,
+            # because a NaN in it would make the mean NaN.
             first, *others = np.flatnonzero(weights > 1e-9)
             parts = [x[i] * jnp.asarray(weights[i], x.real.dtype) for i in (first, *others)]
             means.append(sum(parts[1:], parts[0]) if others else x[first])

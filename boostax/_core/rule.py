@@ -94,7 +94,7 @@ def gate(
     tx = checks.transformation(who, "inner", inner)
 
     def init_fn(params: PyTree) -> GateState:
-        # Copies, because donation refuses a buffer that two fields share.
+        # The arrays are copied, because donation refuses a buffer that two fields share.
         rule_state = jax.tree.map(jnp.array, init(params))
         inner_state = gates.init_inner(tx, params)
         return GateState(rule_state, jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)

@@ -31,7 +31,8 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
             data = placed(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         host = np.asarray(x)
-        # Each device gets a copy, because CPU devices would share memory, and the state is donated.
+        # Each device gets a copy, because the state is donated. Without copies, CPU devices would
+        # share the memory of ``host``.
         return jax.make_array_from_callback(host.shape, sharding, lambda i: np.array(host[i]))
 
     return jax.tree.map(placed, tree, shardings)

@@ -71,7 +71,7 @@ def is_inexact(dtype: jax.typing.DTypeLike) -> bool:
 def buffer_dtype(x: PyTree, narrow: np.dtype) -> np.dtype:
     """Return the dtype of a sum of gradients: ``narrow``, or a wider dtype for f64 and complex."""
     wide = wide_dtype(x)
-    # A frozen leaf may have no gradient, and the dtype of a PRNG key cannot be promoted.
+    # A frozen leaf may be an integer or a PRNG key, whose dtype cannot be promoted.
     is_plain = wide == jnp.float32 or not is_inexact(wide)
     return narrow if is_plain else jnp.promote_types(wide, narrow)
 
@@ -177,7 +177,7 @@ def overwritten(path: KeyPath) -> bool:
 def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
     """Refuse leaves that are not gradients: integers, bools, float0, new values for ``carry``."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        # The text of a path is made only if needed, because it is slow.
+        # ``str(path)`` is searched first, because ``path_name`` is slow.
         if not carried and OVERWRITE in str(path) and overwritten(path):
             got = f"the new value of a leaf at {path_name(path)!r}"
             hint = "Put boostax.carry, which sets such leaves, around the whole optimizer."
@@ -306,7 +306,7 @@ def is_array(leaf: object) -> bool:
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-# ``jax.tree`` functions call these for every node, so C functions are faster.
+# ``jax.tree`` functions call these for every node, so these are C functions, which are faster.
 is_masked: Callable[[object], bool] = optax.MaskedNode.__instancecheck__
 is_none: Callable[[object], bool] = type(None).__instancecheck__
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as WithDefault
 
-    # The defaults are for classes without explicit parameters, and for lambdas.
+    # Type checkers use the defaults for lambdas and for classes without explicit parameters.
     Params = WithDefault("Params", bound=Any, default=Any)
     Value = WithDefault("Value", default=Any)
     Grads = WithDefault("Grads", default=Any)

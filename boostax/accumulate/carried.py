@@ -153,7 +153,7 @@ class _Carry(NamedTuple):
         # The caller may have replaced the inner state by one without an open window.
         was_open = state.open & gate.held_open(old_inner)
         pending = Pending(without(grads.raw, rules))
-        # ``last_finite`` is a field of Optax's ``apply_if_finite``.
+        # ``last_finite`` is a field of the state of ``optax.apply_if_finite``.
         checks_finite = trees.find(old_inner, lambda x: hasattr(x, "last_finite"))
         if checks_finite or trees.telling(old_inner, protocols.Scaler):
             # fp8 clips overflows, so the gradients may be finite when a carried value is not.
@@ -248,7 +248,7 @@ def _over_replicas(rules: Rules, new: Carried, names: tuple[str, ...]) -> Carrie
     combined: Carried = {}
     for name, x in new.items():
         if rules[name] == "max":
-            # The maximum of XLA:CPU's all-reduce loses a NaN.
+            # On XLA:CPU, the maximum of an all-reduce ignores NaN, so infinity replaces NaN.
             combined[name] = axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
             continue
         if rules[name] == "last":

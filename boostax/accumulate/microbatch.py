@@ -104,7 +104,7 @@ def microbatch(
     def wrapped(params: PyTree, batch: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         slices, number, axis = _split(batch, count)
         key = kwargs.pop("key", None)
-        # The previous micro-batch returns these keyword arguments.
+        # Each micro-batch gets these keyword arguments from the previous micro-batch.
         init = {k: x for k in ("model_state", "threaded") if (x := kwargs.pop(k, None)) is not None}
         last_aux: PyTree = Aux()
 

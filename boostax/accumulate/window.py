@@ -36,7 +36,7 @@ Every = int | Callable[[jax.Array], jax.Array | int]
 
 _WHO = "accumulate"
 # A scaler accepts gradients below 2**48. The sum of their products with weights below _MOST is
-# finite in f32, and so is the reciprocal of _LEAST.
+# finite in f32. The reciprocal of _LEAST is finite, too.
 _LEAST, _MOST = 2.0**-64, 2.0**64
 
 
@@ -240,7 +240,8 @@ class _Windows(NamedTuple):
         hint = "Write boostax.carry(accumulate(...))."
         checks.require(not carries, _WHO, "inner", "a wrapper that sums new values", allowed, hint)
         window = None
-        # Only a Python 1 needs no buffer; a schedule or a traced value may become larger.
+        # Only ``every=1`` as a Python number needs no buffer. A schedule or a traced value may
+        # become larger than 1.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
             # Around optax.lookahead, only the fast params have gradients.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
@@ -298,7 +299,8 @@ class _Windows(NamedTuple):
         if state.window is None:
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
-        # A scaler inside checked the mark of these gradients before the addition.
+        # A scaler inside this window checked that the gradients came from a scaled loss, before
+        # they were added.
         sums = state.window.local if isinstance(state.window, PerReplica) else state.window
         sums = handshake.assume_scaled(sums, state.inner_state)
         ends = state.is_open()
@@ -321,12 +323,14 @@ class _Windows(NamedTuple):
         is_valid = weight is not None and terms == self.terms
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
         weight = axes.to_varying(jax.tree.map(jnp.float32, weight), self.names + self.averaged)
-        # A bad weight becomes NaN, in the sum of the weights but not in the sum of the gradients.
+        # A negative, too large or NaN weight becomes NaN. It makes the sum of the weights NaN, but
+        # ``weigh`` replaces the weighted gradients by zeros.
         weight = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < _MOST), x, jnp.nan), weight)
         if not self.terms:
             return Window(weigh(grads, weight), weight)
         counts = jnp.stack([weight[name] for name in self.terms])
-        # A term with count 0 may have a nonzero sum, whose gradient was not divided.
+        # A term with count 0 may have a nonzero sum. Its gradient was not divided by the count, so
+        # the factor is 1.
         return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
@@ -344,8 +348,8 @@ class _Windows(NamedTuple):
         """
         state, params, apply, extra = call
         inner = state.inner_state
-        # In the range of f16, a sum of gradients that passed a scaler can overflow. A gate inside
-        # must receive such a sum, because a scaler lowers the scale after an overflow.
+        # A sum in f16 can overflow, even if a scaler checked each gradient. A gate inside this
+        # window must receive such a sum, because a scaler lowers its scale after an overflow.
         is_checked = float(jnp.finfo(self.narrow).max) < _MOST and not gate.gates_in(inner)
         ok = norms.all_finite(window.grads) if is_checked else jnp.asarray(True)
         factors = [1.0 / count.astype(jnp.float32)] if self.normalize == "mean" else []
@@ -353,9 +357,9 @@ class _Windows(NamedTuple):
             weight = window.weight
             weight = jnp.stack([weight[name] for name in self.terms]) if self.terms else weight
             weight = jnp.where(ok, weight, jnp.nan) if is_checked else weight
-            # Each replica multiplies its local sum by n / sum of the replicas' weights, because
-            # XLA:CPU writes a copy of the sums for a division. At least one term's weight must be
-            # usable; the factor of a term with count 0 is 0.
+            # Each replica multiplies its local sum by ``n / summed`` for n replicas, because
+            # XLA:CPU would write a copy of the sums for a division. At least one term must have a
+            # usable weight. The factor of a term with count 0 is 0.
             summed = total(weight, self.names)
             usable = summed >= _LEAST
             factors = [jnp.where(usable, (axes.size(self.names) if self.names else 1) / summed, 0)]
@@ -366,8 +370,8 @@ class _Windows(NamedTuple):
         def work() -> Stepped:
             grads = Pending(window.grads, tuple(factors))
             if self.terms:
-                # XLA fuses a sum term by term with the optimizer, but writes the result of a
-                # reduction to memory.
+                # The terms are added one by one, because XLA fuses additions with the optimizer,
+                # but writes the result of a reduction to memory.
                 shares: list[PyTree] = []
                 for i, x in enumerate(factors[0]):
                     term = jax.tree.map(lambda g, i=i: g[i], window.grads)
@@ -379,8 +383,8 @@ class _Windows(NamedTuple):
         how: dict[str, Any] = {"apply": apply, "who": _WHO, "names": self.names}
         is_sure = window.weight is None and not is_checked
         value, new = work() if is_sure else gate.run_or_hold(ok, work, params, inner, **how)
-        # The flag is computed outside the branch: XLA:GPU copies all operands of a branch that
-        # returns a constant flag.
+        # The flag is computed outside the branch, because XLA:GPU copies all operands of a branch
+        # that returns a constant flag.
         return value, (new, ok & gate.passed(new))
 
 

@@ -23,7 +23,8 @@ WHO = "audit"
 def window(args: tuple[PyTree, ...]) -> str:
     """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, if there is one."""
     states = (AccumulateState, optax.MultiStepsState)
-    # The state of ``accumulate(every=1)`` has no window, but may be around one.
+    # The state of ``accumulate(every=1)`` has no window, but may contain the state of another
+    # ``accumulate`` that has a window.
     leaves = jax.tree_util.tree_leaves_with_path(
         args, is_leaf=lambda x: isinstance(x, states) and getattr(x, "window", x) is not None
     )

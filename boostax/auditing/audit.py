@@ -96,8 +96,8 @@ class Audit:
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    # The metadata are the label of a row in the table, and the field that is the unit of its
-    # multiples.
+    # A key of ``metadata`` is the label of a row in the table. The value names the field by which
+    # the numbers of the row are divided.
     reduced: Ways = field(metadata={"elements reduced": "params"})
     gradients: Ways = field(metadata={"of these gradients": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
@@ -318,7 +318,8 @@ def _buffers(program: Program, arguments: Sequence[Argument]) -> dict[str, Any]:
     reused = {used[i].path for i in program.aliased}
     donated = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
     in_vain = [x for x in donated if x.path not in reused]
-    # Results in new buffers, by type. An argument of the same type could have been donated.
+    # The number of results in new buffers, by type. An argument of the same type could have been
+    # donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
     not_donated: list[Argument] = []

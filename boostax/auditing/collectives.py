@@ -26,7 +26,8 @@ RING: Mapping[str, Callable[[int], float]] = {
     **dict.fromkeys(("reduce-scatter", "all-to-all", "ragged-all-to-all"), lambda n: (n - 1) / n),
     **dict.fromkeys(("collective-permute", "collective-broadcast", "send"), lambda n: 1),
 }
-# The collective that several permutes form in a computation or scope of this name.
+# The collective that several permutes form together, if the name of their computation or scope
+# contains the key.
 _FORMED = {
     "ring_reduce_scatter": "reduce-scatter",
     "windowed_dot_general_body_ag": "all-gather",
@@ -116,8 +117,8 @@ def compiled_collectives(
         kind = i.op.removesuffix("-start")
         if kind not in RING or (kind == "send" and "megascale" not in i.attributes):
             continue
-        # On a TPU, every fusion that continues a transfer repeats the transfer's instruction, also
-        # in inner loops.
+        # On a TPU, every fusion that continues a transfer repeats the transfer's instruction.
+        # Fusions in inner loops repeat the instruction, too.
         carried = "async_collective_fusion_config" in i.attributes
         chain = (i.attribute(r"channel_id=(\d+)"), i.attribute(r'chain_id="(\d+)"'), site.branches)
         transfer = chain if carried else len(collectives)
@@ -150,7 +151,8 @@ def _collective(
         inputs = inputs[:1] or i.result[:1]
     if kind == "all-reduce" and site.fused and "all-reduce-scatter" in site.computation:
         kind = "reduce-scatter"
-    # The compiler may keep the name and source of a fusion, but drop those of its parts.
+    # The compiler may keep the name and source of a fusion, but drop the names and sources of the
+    # instructions in it.
     lines = (i, site.caller.instruction) if site.caller is not None and site.fused else (i,)
     scope = next(filter(None, (x.attribute(r'op_name="([^"]*)"') for x in lines)), "")
     formed = _FORMED.items() if kind == "collective-permute" else ()

@@ -20,22 +20,23 @@ import jax
 from boostax.auditing.adapter import checks
 
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-# In the text, a table is a heading with numbered rows, and a computation is a header with all lines
-# up to "}".
+# In the text of a program, a table is a heading with numbered rows. A computation is a header with
+# all lines up to "}".
 _TABLE = re.compile(r"^([A-Z]\w+)\n((?:\d+ .*\n)+)", re.M)
 _ROW = re.compile(r"^(\d+) (.*)", re.M)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*\n((?:(?!\}).*\n)*)\}", re.M)
-# HLO writes each complex constant in parentheses, inside those of the operands.
+# HLO writes each complex constant in parentheses, inside the parentheses of the operands.
 _INSTRUCTION = re.compile(
     r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^()]*(?:\([^()]*\)[^()]*)*)\)(.*)"
 )
 _REFERENCE = re.compile(r"%([\w.\-]+)")
-# Attributes that name the computations of an operation; sorting keeps branches in order.
+# Attributes that name the computations of an operation. ``called`` sorts these attributes, so the
+# branches are in order: false, then true.
 _BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
 # The folder of boostax. A user cannot fix waste in these source lines.
 _LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
-# The scope of a conditional's transformation. The transformations in ``_WINDOWS`` accumulate calls
-# by count, and other transformations skip calls by values.
+# The scope of the boostax transformation that made a conditional. A transformation in ``_WINDOWS``
+# decides by the number of calls. Other transformations decide by the values of gradients.
 _GATE = r'op_name="[^"]*\bboostax\.(\w+)'
 _WINDOWS = ("accumulate", "local_updates")
 
@@ -180,7 +181,7 @@ class Program:
             outer = caller.instruction
             if outer.op == "while":
                 trips = self.trip_count if (known := self.trips(caller)) is None else known
-                # The condition, the second computation, runs once more than the body.
+                # Index 1 is the condition, which runs once more than the body.
                 executions *= math.inf if trips is None else max(1, trips + index)
             branches += (f"{outer.name}:{index}",) * (outer.op == "conditional")
             loops += (outer.name,) * (outer.op == "while")
@@ -210,7 +211,7 @@ class Program:
         for name, by_branch in inside.items():
             count, is_window = self._conditionals[name]
             sums = list(map(self.total, by_branch.values()))
-            # A branch without any amount costs nothing.
+            # A branch that is missing in ``by_branch`` costs nothing.
             sums += [Ways(0.0, 0.0, 0.0)] * (len(sums) < count)
             least += min(x.least for x in sums)
             most += max(x.most for x in sums)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Cells = list[tuple[str, ...]]
 # The maximum number of rows of collectives; one more row sums the other collectives.
 _ROWS = 16
-# With fewer bytes of params a TPU's program needs hardly any temporaries in HBM.
+# With fewer bytes of params than this, a TPU's program needs hardly any temporaries in HBM.
 _SMALL = 100_000_000
 # Counts that are not integers, and their decimal places.
 _PLACES = {"overlap": 2, "network_seconds": 4}
@@ -105,8 +105,8 @@ def _row(group: Sequence[CompiledCollective]) -> tuple[str, ...]:
     over = "x".join(c.axes) or f"{c.devices} devices"
     over += f" ({c.crosses}s)" if c.crosses else ""
     call = "applied" if c.branches else "each"
-    # The source is the last folder, the file and the line of the user's code, or else the part of
-    # a chain.
+    # The source is the last folder, the file and the line of the user's code. If the line is
+    # unknown, the source is the name of the boostax transformation.
     scopes = re.findall(r"boostax\.\w+", c.name)[-1:]
     source = "/".join(pathlib.PurePath(c.source).parts[-2:]) or "".join(scopes)
     dtype = "+".join(c.dtypes) + " (widened)" * c.widened

@@ -37,10 +37,10 @@ class Waste:
 
 # The texts of each finding.
 WORDS = checks.table("boostax.auditing", "waste")
-# Smaller shares of the params, or of the bytes on the wire, are not reported.
+# A finding about a smaller share of the params, or of the bytes on the wire, is not reported.
 _SMALL = 0.01
-# Scopes that repeat collectives on purpose, to save memory: those of ``Layers``, and of a window
-# with sharded sums.
+# Scopes that repeat collectives on purpose, to save memory: the scopes of ``Layers`` and of a
+# window with sharded sums.
 _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
@@ -77,7 +77,7 @@ def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Itera
     for name in {c.name for c in exchanges if "boostax." in c.name}:
         exchange = [c for c in exchanges if c.name == name]
         mean = 4 * sum(map(math.prod, shapes)) * RING["all-reduce"](exchange[0].devices)
-        # An exchange by all-to-all is followed by an all-gather.
+        # Each all-to-all is followed by an all-gather that sends as many bytes.
         sent = 2 * _sent(program, exchange)
         if 0 < 1.1 * mean < sent:
             part = re.findall(r"boostax\.(\w+)", name)[-1]

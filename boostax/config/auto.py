@@ -336,7 +336,8 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
     """Read the keys of MindSpore and SINGA in a dictionary; boostax's keys override them."""
     foreign = dictionary.is_mindspore(data)
     is_strict = not foreign if strict is None else strict
-    # MindSpore ignores unknown keys, so they are refused only together with keys of boostax.
+    # MindSpore ignores unknown keys. So boostax refuses an unknown key only if the dictionary also
+    # has keys of boostax.
     both = data.keys() - {*dictionary.KEYS} & {*keys.KEYS, *users, "singa"}
     off = {x for x in {*keys.KEYS} & {*data} if data[x] is None or data[x] is False}
     names = [x for x in data if x not in off and (x in dictionary.KEYS or not both)]
@@ -352,7 +353,8 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
         key, _ = keys.NAMED.get(name, (name, ""))
         whose = sources.get(key, "")
         before = config.get(key, {})
-        # Keys of boostax switch parts of MindSpore's dictionary off, or add missing settings.
+        # A key of boostax may turn off a part that MindSpore's keys turn on, or add settings that
+        # they lack.
         adds = name == key and isinstance(value, Mapping)
         valid = not whose or (whose[0] == "M" and (adds or name in off))
         require(valid, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)
@@ -365,7 +367,8 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
             config.pop(key, None)
         else:
             config[key] = keys.part(name, value, before, users.get(name, [None])[0])
-    # Each depth would have a separate scaler and window, which ``scheduled_freeze`` refuses.
+    # With moments per group, each depth would have a separate scaler and window, which
+    # ``scheduled_freeze`` refuses.
     gates = {"loss_scale", "accumulate"} & {*config, *(key for _, key in users.values())}
     if frozen and "freeze" in config and gates:
         config["freeze"] = config["freeze"] | {"moments": "shared"}

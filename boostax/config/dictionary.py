@@ -86,7 +86,8 @@ def from_mindspore(
     cell = manager["kind"] if manager.get("skip_nonfinite", bool(manager)) else ""
     on = _switches(ledger, data.get("boost", {}), level, cell)
     settings = {x: _settings(ledger, x, data.get(x, {}), on.get(x, True)) for x in GROUPS}
-    # With a fixed scale, only the optimizer divides, by its argument ``loss_scale``.
+    # With a fixed scale, only MindSpore's optimizer divides gradients, by its argument
+    # ``loss_scale``.
     fixed = bool(manager) and not cell
     sens = manager["scale"] if fixed else 1.0
     settings |= {"loss_scale": manager, "sens": {"step_size": sens}}
@@ -94,7 +95,7 @@ def from_mindspore(
         settings["dim_reduce"]["residual_rate"] *= sens
     on |= {
         "O0": level == "O0" and any(on.values()),
-        # Each depth would have a separate scaler.
+        # With ``grad_freeze``, each depth would have a separate scaler.
         "loss_scale": bool(manager) and not (fixed and on["grad_freeze"]),
         "sens": sens != 1 and not on["dim_reduce"],
         "gc_flag": settings["less_bn"].pop("centralize", False),
@@ -212,7 +213,7 @@ def from_singa(options: keys.Data) -> keys.Data:
     clips = options.get("clipping", False)
     require(isinstance(clips, bool), "flag", clips, TypeError, who="singa", what="clipping")
     require(clips or options.get("clip_Value") is None, "clip", options.get("clip_Value"))
-    # A number of partitions replaces the size of a buffer.
+    # If ``partitions`` is given, SINGA's default for the size of a buffer has no effect.
     defaults = {} if "partitions" in options else modes[mode].get("given", {})
     options = defaults | ({"clip_Value": 100.0} if clips else {}) | options
     if "threshold" in options:

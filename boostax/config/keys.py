@@ -135,7 +135,7 @@ def _basis(options: types.SimpleNamespace) -> PyTree:
     return subspace.pca_basis(files.snapshots(options.weight_load_dir, options.tree), n)
 
 
-# For each factory, the function that makes those of its arguments that are not data.
+# For each factory, a function that makes the arguments that plain data cannot express.
 _MADE: dict[str, Factory] = {
     "accumulate": lambda _: {},
     "centralize_gradients": _axes,
@@ -191,8 +191,8 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
     tx = factory(**options)
     if not arguments.get("after_decay"):
         return [tx, *parts]
-    # MindSpore centralizes after coupled weight decay. The decay may be inside a mask that excludes
-    # norms, which has no row.
+    # MindSpore centralizes after coupled weight decay. The decay may be inside ``optax.masked``,
+    # which has no row, so the rows inside each part are read.
     parts = opened(chained(parts))
     kinds = ({row.role for row in rows(read(x))} for x in parts)
     before = [*itertools.takewhile(lambda x: x <= {"decay", *CLIPS}, kinds)]

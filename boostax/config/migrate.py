@@ -146,12 +146,12 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     same = jax.tree.structure(classed) == jax.tree.structure(old_state)
     notes: Notes = [] if same else [_DATA["notes"]["classes"]]
     _require_readable(classed)
-    # Moments are migrated in f32, in any storage dtype.
+    # Moments are converted to f32 before the migration, whatever dtype stores them.
     fresh, old_state = widened(first), widened(classed)
     news = _read(fresh, params)
     classes = dict.fromkeys(type(y.state) for y in news)
     olds = _read(_translated(old_state, {*classes}), params)
-    # The state of on_mesh already has the dimension of replicas.
+    # The first state of ``on_mesh`` already has the dimension of replicas.
     news, stacked = _stacked(news, None)
     olds, size = _stacked(olds, stacked or replicas)
     _require_same_params(olds, news, old_state, first)
@@ -255,7 +255,8 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
             x = jnp.asarray(x)
             field = trees.path_name(rel if state is None else rel[:1])
             owner = next((rel[i:] for i in range(len(rel) + 1) if rel[i:] in owners), None)
-            # The path of a single param is empty and ends every path, so the shape decides.
+            # If the params are a single array, its path is empty, and every path ends with it. So
+            # the shape decides.
             owner = None if owner == () and owners[()] not in (x.shape, x.shape[1:]) else owner
             known = holds(type(state))
             # The sums of a window have a dimension for the terms of a loss.
@@ -337,7 +338,7 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
         same = old.shape in (new.shape, (1,)) or (new.owner, new.shape) in shapes
         got = f"{trees.path_name(new.owner or ()) or 'a leaf'} of {new.shape}"
         require(same or new.shape != new.like, "shapes", got, shape=old.shape, path=_spot(old.path))
-    # ``by_shape`` distributes moments by the order of the params' names.
+    # ``by_shape`` distributes moments in the order of the params' names.
     orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (before, after)]
     for both in zip(*orders, strict=False):
         for x, y in zip(*(state.order for state in both), strict=False):
@@ -424,7 +425,7 @@ def _incomplete(old: Leaves, new: Leaves, matches: Leaves) -> list[Path]:
         bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
         return [new[rel].path for rel in bound if bound != before or lacks & bound]
     owned = {rel: y.owner for rel, y in new.items() if y.owner is not None}
-    # An old first moment over the root of a new second moment, which is zero, would be a huge step.
+    # A new second moment is zero. An old first moment, divided by its root, would be a huge step.
     broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
     wrong = {rel for rel, owner in owned.items() if owner in broken}
     # Counts without their moments would make the bias correction wrong.
@@ -494,7 +495,7 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
     """Return ``x`` in a new buffer, strongly typed, placed as ``like``."""
     if like.committed or jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return jax.device_put(jnp.array(x, like.dtype, copy=True), like.sharding)
-    # The copy is through the host, because a copy of a committed array would be committed.
+    # The copy goes through the host, because a copy of a committed array would be committed.
     return jnp.array(np.asarray(x), like.dtype, copy=True) if x.is_fully_replicated else x.copy()
 
 

@@ -71,7 +71,8 @@ def prefix_groups(
     joined: dict[KeyPath, list[int]] = {}
     last: list[int] = []
     for path, members in layers.items():
-        # A layer that has only vectors joins the previous layer; the first layer joins the next.
+        # A layer that has only vectors joins the previous layer; the first layer joins the next
+        # layer.
         if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
             last.extend(members)
         else:

@@ -62,7 +62,8 @@ def forward_order(
         read.update(dict.fromkeys(sorted(leaves)))
         return None
 
-    # A constant has no origin: the carry of a loop often starts from zeros.
+    # A constant has an empty origin, not ``None``: it does not depend on data. For example, the
+    # carry of a loop often starts from zeros.
     origins: list[Origin] = [frozenset([i]) for i in range(len(names))]
     interpret.flow(program, [*origins, *[None] * data], None, meet, nothing=frozenset())
     return [names[i] for i in [*read, *(i for i in range(len(names)) if i not in read)]]

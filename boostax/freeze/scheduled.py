@@ -134,7 +134,8 @@ class Freezing:
             checks.require(depths[0] in plan.drawn, _WHO, "depth", depth, allowed, hint)
         for place, at in enumerate(depths):
             pruning = self.pruning(params, at)
-            # A train step may pass only this depth's part, and then writes the part back itself.
+            # A train step may pass only this depth's part of the inner state. Then the train step
+            # itself writes the part back.
             is_part = jax.tree.structure(state.inner_state) == pruning.part
             inner = state.inner_state if is_part else pruning.take(state.inner_state)
             active = trees.masked(value, plan.active(at))

@@ -272,7 +272,8 @@ class Plan:
         self.depths = schedule.depths(groups)
         self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
         self._labels, self._repeat = labels, repeat
-        # The end of the table counts as a change: the first depth may differ from the last.
+        # The end of the table counts as a change, because the schedule may repeat, and the first
+        # depth may differ from the last depth.
         self.changes = np.append(np.flatnonzero(np.diff(self.depths)) + 1, len(self.depths))
 
     def active(self, depth: int) -> PyTree:
@@ -334,7 +335,7 @@ class HostDepth:
             start = self._most - self._most % int(changes[-1])
             place = np.searchsorted(changes, self._most - start, "right")
             self._until = start + int(changes[place])
-            # From now on this state is followed, and no longer the earlier state.
+            # From now on, the depth follows this state.
             self._last = state.steps
         return self._depth
 
@@ -349,7 +350,7 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
     if isinstance(schedule, FreezeSchedule):
         return schedule, repeat
     if callable(schedule):
-        # The length of MindSpore's schedules.
+        # MindSpore's default length of a schedule is 65536.
         return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=65536), repeat
     hint = "Pass boostax.freeze_schedule(...); 2 freezes the first two groups permanently."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"

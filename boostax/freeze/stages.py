@@ -54,7 +54,7 @@ def staged(fn: Callable[[], PyTree], levels: Sequence[int], index: jax.Array) ->
       index: i32 scalar, equal on all replicas.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)()
-    # Calls of jitted functions are inlined, because the whole loss may be one.
+    # Calls of jitted functions are inlined, because the whole loss may be one such call.
     closed = jax.make_jaxpr(lambda: evaluate(traced, (), replay, inline=JIT))()
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))

@@ -56,7 +56,8 @@ class LayeredOracle(Oracle):
         hint = "Layers are gathered from other replicas."
         got = "different per replica" if is_per_replica(params) else None
         checks.absent(_WHO, "params", got, "equal on all replicas with layers=", hint)
-        # An optimizer's state keeps the nodes of its params, which may be Variables of NNX.
+        # The state of an optimizer repeats the tree of the params, which may have nodes such as NNX
+        # variables.
         states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
         local = Gradients(PartitionSpec(self.names))
         if self.mesh is None:
@@ -167,7 +168,8 @@ class _Replica:
         if layers.once:
             return (loss, aux), Gradients(grads)
         if not layers.release:
-            # The sums are means over the replicas of weighted gradients, and so is the weight.
+            # ``stacks`` has sums of weighted gradients, averaged over the replicas. ``weight`` is
+            # averaged over the replicas, too.
             means = layers.alone(self.params, self.means(stacks, weight))
             return (loss, aux), Gradients(grads, means)
         of_stack = functools.partial(jax.tree.map, scan.from_floats)
@@ -203,7 +205,8 @@ class _Replica:
             value, pull, (loss, aux) = jax.vjp(scaled_loss, head, accumulators, has_aux=True)
         seed = jnp.ones_like(value)
         if layers.release:
-            # A replica without items is ignored. If no replica has items, the step is skipped.
+            # A loss that is not finite is ignored on a replica without items. If no replica has
+            # items, the step is skipped.
             counted = jnp.asarray(True) if weight is None else weight > 0
             finite = axes.agree(jnp.isfinite(value) | ~counted, self.plan.names)
             finite &= ~axes.agree(~counted, self.plan.names)
@@ -253,7 +256,7 @@ class _Replica:
     ) -> PyTree:
         """Add the gradients of a layer to their sums, or run its optimizer unless skipped."""
         if weight is not None:
-            # The mean of no items is 0/0.
+            # Without items, a mean loss is 0/0 and its gradient is NaN, so the gradient becomes 0.
             products = (g.astype(trees.wide_dtype(g)) * weight for g in grads)
             grads = [jnp.where(weight == 0, 0, g) for g in products]
         grads = grads if self.plan.layers.once else self.plan.reduced(name, grads)

@@ -102,8 +102,8 @@ def released(
         head = layers.split(params)[0]
         grads = grads._replace(raw=grads.raw.local)
         stepped = gate.call(inner, grads, state.rest, head, apply=True, extra=extra)
-        # A branch around the params would contain the backward pass, and a GPU would copy the
-        # params for it.
+        # The choice is a select and not a branch, because a branch would contain the backward pass,
+        # and XLA:GPU would copy the params for the branch.
         old = head, state.rest
         value, rest = jax.tree.map(lambda x, y: jnp.where(new.finite, x, y), stepped, old)
         value = layers.joined(value, new.params)

@@ -27,7 +27,7 @@ from boostax._core.types import PyTree
 
 Arrays = list[jax.Array]
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-# The same body with a layer's weights and other scanned values as two arguments.
+# A ``Body`` whose ``x`` is split into two arguments: a layer's weights, and other scanned values.
 Layer = Callable[[PyTree, Arrays, Arrays], tuple[PyTree, PyTree]]
 _WHO = "scan_layers"
 # Cotangents must be floats, so integers, bools and keys are passed as the bits of floats of equal
@@ -133,7 +133,8 @@ class Stack:
         body = body if self.wrap is None else self.wrap(body)
         init = jax.tree.map(jnp.asarray, init)
         others = [x for x, i in zip(leaves, order, strict=True) if i is None]
-        # The cotangents of an array that ``jax.vmap`` maps would be summed.
+        # If ``jax.vmap`` maps one of these arrays, JAX would sum the cotangents of the accumulator
+        # over the mapped axis.
         hint = "Map the body instead: scan_layers(jax.vmap(body, in_axes=(0, None)), xs, layers)."
         error = _WHO, "init", "a mapped array", "outside jax.vmap", hint
         for x in (*jax.tree.leaves(init), *others):
@@ -154,8 +155,8 @@ def _scan_with_updates(
     stack: Stack, layer: Layer, init: PyTree, others: Arrays
 ) -> tuple[PyTree, PyTree]:
     """Scan with a backward loop that updates the accumulator."""
-    # If the accumulator contains the params, the loop reads them there, because the cotangent of
-    # the accumulator is the new value.
+    # If the accumulator contains the params, the loop reads the params from the accumulator. The
+    # cotangent of the accumulator is the accumulator's new value.
     has_params = isinstance(stack.accumulator, UpdatedLayers)
     # A ``custom_vjp`` differentiates only arguments, so the values in the closure of ``layer`` are
     # arguments of ``hoisted``.
@@ -191,8 +192,9 @@ def _scan_with_updates(
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
             old = _at(accumulator, i)
             args = i, old, stack.update(old, grads, finite)
-            # XLA:CPU would compute each slice of the layer where it is written, from copies of the
-            # old arrays, and removes barriers. So all slices pass a branch that is always taken.
+            # XLA:CPU would fuse the computation of each new slice with its write, and so copy the
+            # old arrays. XLA:CPU also removes optimization barriers, so the slices pass through a
+            # branch that is always taken.
             new = lax.platform_dependent(
                 *args,
                 cpu=lambda i, *x: lax.cond(i >= 0, lambda old, new: new, lambda old, new: old, *x),

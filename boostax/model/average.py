@@ -253,7 +253,7 @@ def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
         if average is None:
             return p
         if jnp.ndim(average) > jnp.ndim(p):
-            # Slots that are not yet written are zero.
+            # Elements of the window that are not yet written are zero.
             total = average.astype(trees.wide_dtype(average)).sum(0)
             average = total / jnp.clip(state.averaged, 1, len(average)).astype(total.real.dtype)
         trees.require_shapes(who, "params", {name: p}, {name: average}, hint)

@@ -141,7 +141,8 @@ def adagc(
         global_norm = norms.root(sum(norms.square_sums(jax.tree.leaves(sizes)), jnp.zeros(2)))
 
         def clipped(g: jax.Array, size: jax.Array, past: jax.Array) -> Stepped:
-            # If the gradients of other leaves do not exist here, there is no global norm.
+            # In a step with ``layers=``, the gradients of other leaves may not exist yet, so the
+            # leaf's norm replaces the global norm.
             total = size if axes.bound().partial else global_norm
             finite = jnp.isfinite(total)
             by_total = jnp.where(total > max_norm, size * (max_norm / total), size)

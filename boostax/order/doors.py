@@ -19,9 +19,10 @@ from boostax._core.types import PyTree
 from boostax.order import parts
 from boostax.order.findings import Finding, findings, orders, scales
 
-# The findings in a chain, and whether it scales the loss, by ``update``, policy and axes.
+# For the ``update`` of each chain, by axes and policy: the findings in the chain, and whether the
+# chain scales the loss.
 _KNOWN = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding], bool]]]()
-# The findings of which a loop was warned, with the structure of its state.
+# Findings of which the user was warned, each with the structure of the state or ``None``.
 _WARNED: set[tuple[str, PyTree]] = set()
 
 
@@ -71,7 +72,8 @@ def _report(who: str, argument: str, new: Iterable[Finding], structure: PyTree) 
             allowed = "a chain whose parts fit each other" + " and the step" * (structure is None)
             allowed = f"the state of {allowed}" if argument == "opt_state" else allowed
             raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
-        # The state of a scaler does not name its factory.
+        # The state of a scaler does not show which factory made it, so warnings about all factories
+        # are compared by one name.
         text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
         if structure is None or not {(text, None), (text, structure)} & _WARNED:
             warnings.warn(f"{who}: {item}", stacklevel=5)

@@ -96,13 +96,14 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
     """
     for row in parts:
         name = row.part.name
-        # Freezing saves nothing inside another part.
+        # Freezing saves no work if it is inside another part.
         if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
         if row.role == "zero" and row.sides:
             yield finding("zero_in_partition", name=name)
-        # Each replica decides alone although a reduction is inside the gate. The axes of a clip are
-        # axes of shards, which the types of the gradients show to a gate.
+        # Without the axes of a reduction inside the gate, each replica would decide separately. The
+        # axes of a clip are not needed: they are axes of shards, which a gate reads from the types
+        # of the gradients.
         inside = (other for other in parts if row in other.holders and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
@@ -120,7 +121,8 @@ def directions(parts: Sequence[Row]) -> Iterator[Finding]:
     """Yield parts on the wrong side of the learning rate's minus sign, and chains of wrong sign."""
     if any(row.sides for row in parts):
         return
-    # The optimizer outside of a subspace flips the sign itself.
+    # Parts inside ``dim_reduce`` are not checked, because its residual optimizer itself flips the
+    # sign.
     line = [row for row in parts if all(holder.role != "subspace" for holder in row.holders)]
     signs = [sign(row.part) for row in line]
     for i, row in enumerate(line):

@@ -107,7 +107,7 @@ def _part(update: Callable[..., object]) -> Part:
     owner = getattr(update, "__self__", None)
     values = closure(update) if owner is None else dict(getattr(owner, "__dict__", {}))
     kind = owner if isinstance(owner, type) else type(owner)
-    # The name is clip for clip.<locals>.update_fn.
+    # For example, the name of ``clip.<locals>.update_fn`` is ``clip``.
     maker = update.__code__.co_qualname if hasattr(update, "__code__") else type(update).__name__
     name = maker.partition(".")[0] if owner is None else kind.__name__
     if name == "with_extra_args_support" and "tx" in values:
@@ -165,7 +165,8 @@ def of_state(state: PyTree) -> Part:
     if not hasattr(state, "_fields"):
         return Part("chain", "optax", "", inner=inner)
     package = type(state).__module__.partition(".")[0]
-    # ``ScaleByAdamState`` is the state of ``scale_by_adam``.
+    # The name of the state is converted to the name of the factory: ``ScaleByAdamState`` to
+    # ``scale_by_adam``.
     name = type(state).__name__.removesuffix("State").replace("GC", "gc")
     words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
     part = Part(words.lower(), package, "", inner=inner, parallel=words == "Partition")
@@ -200,7 +201,8 @@ def sign(part: Part) -> float:
     elif part.name == "scale":
         factor = part.settings.get("step_size")
     elif kind == "schedule":
-        # Optax writes a descending step as ``lambda count: m * schedule(count)``, with ``m`` -1.
+        # Optax writes a descending step as ``lambda count: m * schedule(count)``, where ``m`` is
+        # -1.
         fn: Any = part.settings.get("step_size_fn")
         by_optax = getattr(fn, "__globals__", {}).get("__name__", "").startswith("optax.")
         factor = closure(fn).get("m") if by_optax else None

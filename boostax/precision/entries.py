@@ -55,7 +55,7 @@ def is_elementwise(program: jaxprs.ClosedJaxpr) -> bool:
     if not shape or not others <= {formats.scales_of(shape)}:
         return False
     allowed = BY_ELEMENT.union(THROUGH, ["broadcast_in_dim"])
-    # A step counts as one operation, so its equations are not checked.
+    # A step of a codec counts as one operation, so its equations are not checked.
     for eqn, _ in equations(program.jaxpr, enter=lambda x, _: () if step_of(x) else (None,) * 9):
         step = step_of(eqn)
         shapes = {*map(aval_shape, (*eqn.invars, *eqn.outvars))}
@@ -116,7 +116,8 @@ def _on_blocks(
             return codec.compute(*wide)
         if known:
             return next(unused)
-        # Without dimensions of size one, because XLA:CPU would copy such arrays to another layout.
+        # The scales have no dimensions of size one, because XLA:CPU would copy such arrays to
+        # another layout.
         scales.append(jnp.squeeze(codec.compute(*formats.extremes(operands[0], inside)), inside))
         return scales[-1]
 

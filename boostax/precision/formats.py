@@ -24,12 +24,12 @@ from jax import lax
 
 from boostax._core import trees
 
-# At least this many elements share a scale; a row of a TPU's vector register has as many.
+# At least this many elements share a scale; a row of a TPU's vector register also has 128 elements.
 BLOCK = 128
 _HALF = 0x8000
 # Bits of f32: a mask of all bits but the sign, infinity, and the step between powers of two.
 _SIZE, _INFINITE, _OCTAVE = 0x7FFFFFFF, 0x7F800000, 1 << 23
-# A sixth of an octave, rounded down by a third.
+# A sixth of ``_OCTAVE``, rounded down to an integer.
 _SIXTH = _OCTAVE // 6
 _bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
@@ -153,7 +153,7 @@ def _bfloat16(x: jax.Array, _: None, noise: jax.Array) -> jax.Array:
     return jnp.where(size <= most, _float(drawn | (bits & ~_SIZE)), x).astype(jnp.bfloat16)
 
 
-# The tangent is passed through unchanged, because rounding preserves the mean.
+# The tangent is the tangent of the identity, because stochastic rounding preserves the mean.
 _bfloat16.defjvp(lambda primals, tangents: (_bfloat16(*primals), tangents[0].astype(jnp.bfloat16)))
 
 
@@ -281,7 +281,8 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
         (bits & _SIZE, bits), zeros, lambda a, b: (lax.max(a[0], b[0]), lax.min(a[1], b[1])), inside
     )
     most, least = (jnp.expand_dims(y, inside) for y in ends)
-    # The maximum changes nothing, but without it XLA would remove a result that int8 does not use.
+    # The maximum equals ``most``. Without the maximum, XLA would remove ``least`` for int8, which
+    # does not use ``least``.
     return _float(jnp.maximum(most, least)), least
 
 

@@ -40,7 +40,8 @@ _WHO = "group_loss_scale"
 _TOP, _VANISHED = 2.0**16, 2.0**-25
 # The ratio of two scales, and the reciprocal of each scale, must be normal numbers in f32.
 _LOW, _HIGH = 2.0**-60, 2.0**60
-# Skips in a row (four halvings by the default factor) before the next group is also lowered.
+# The number of consecutive skips (four halvings by the default factor) after which the scale of the
+# next group is also lowered.
 _PATIENCE = 8
 
 
@@ -76,7 +77,7 @@ class GroupLossScaleState(NamedTuple):
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
-    # The last group contains the loss.
+    # The loss has the scale of the last group.
     scale = property(lambda x: x.scales[..., -1], doc="The last group's scale, f32, for the loss.")
     scale_array = scale_array
     inner_ran = gradient_used = gate.flag
@@ -353,8 +354,8 @@ def _between(name: str, value: float, low: float, high: float, hint: str) -> Non
     checks.number(_WHO, name, value, f"from {low!r} to {high!r}", lambda x: low <= x <= high, hint)
 
 
-# With a custom_jvp, not a custom_vjp, JAX itself transposes the product, and so preserves the
-# value's varying type, its batch dimension, and its position in a scan or a remat.
+# This is a custom_jvp and not a custom_vjp, so that JAX itself transposes the product. JAX then
+# preserves the value's varying axes, its batch dimension, and its position in a scan or a remat.
 _edge = jax.custom_jvp(lambda x, ratio: x)
 
 

@@ -52,7 +52,7 @@ def apply(
     column = 2 * ROWS * sum(x.dtype.itemsize for x in arrays if x.shape == leaf_shape)
     counts = range(max(1, _MEMORY // column // LANES), 0, -1)
     width = LANES * next(n for n in counts if shape[-1] % (n * LANES) == 0)
-    # SMEM contains numbers, not bools.
+    # SMEM can contain integers but not bools.
     args = start.reshape(()), *operands
     numbers = (x if x.ndim or x.dtype != bool else x.astype(jnp.int32) for x in args)
     flat = [x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1) for x in numbers]
@@ -107,7 +107,8 @@ def _step(
             elif ref.shape[-1] == width:
                 x = ref[at]
             else:
-                # A masked sum reads the column, because vectors cannot be sliced at any element.
+                # A masked sum reads the column, because a TPU cannot slice a vector at an arbitrary
+                # element.
                 x = jnp.sum(jnp.where(in_column(ref), ref[...], 0), 1, keepdims=True)
             operands.append(x)
 

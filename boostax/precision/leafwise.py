@@ -150,8 +150,8 @@ class _Graph:
         def work(condition: jax.Array, *args: jax.Array) -> tuple[list[jax.Array], jax.Array]:
             new = jaxprs.jaxpr_as_fun(program)(*args)
             unified = axes.unify(new, [*args[: len(old)]])
-            # The next branch's condition is a result of this branch, so the next branch must wait:
-            # the condition depends on the first array that has elements.
+            # The condition of the next branch is a result of this branch, so that the next branch
+            # must wait for this branch. The condition depends on the first array that has elements.
             x = next((x for x in new if x.size), jnp.asarray(False))
             # On an Explicit mesh, JAX refuses to read one element of a sharded array.
             is_sharded = any(jax.typeof(x).sharding.spec)
@@ -191,7 +191,7 @@ def leaf_by_leaf(
     graph = _Graph(trees.trace_once(fn, old, *args)[0].program, jax.tree.leaves((old, args)))
     positions: list[Order] = jax.tree.leaves(order)
     graph.learn(graph.common(positions))
-    # For each leaf, the numbers of the arrays that are written together, by their place.
+    # For each leaf and each ``Order.place``, the numbers of the arrays that are written together.
     groups: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
     for i, x in enumerate(positions[: len(leaves)]):
         groups[x.leaf].setdefault(x.place, []).append(i)

@@ -225,7 +225,8 @@ def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTre
 def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
     """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
     if eqn.primitive not in (lax.dot_general_p, lax.conv_general_dilated_p):
-        # A call with a custom derivative rule would not match the rule after its body is rewritten.
+        # A call with a custom derivative rule is not rewritten, because its body would no longer
+        # match the rule.
         return [eqn] if eqn.primitive.name in (*interpret.CUSTOM, "pallas_call") else None
     atoms = (*eqn.invars, *eqn.outvars)
     if any(x.aval.dtype != jnp.float32 for x in atoms):
@@ -233,7 +234,8 @@ def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
     new_var = jaxprs.gensym()
     low: list[Any] = [new_var(x.aval.update(dtype=dtype, weak_type=False)) for x in atoms]
     params = {**eqn.params, "preferred_element_type": None}
-    # Made from ``eqn``, the casts have the source position of the product.
+    # The casts are made from ``eqn``, so that errors and profiles show the source line of the
+    # product.
     cast = eqn.replace(primitive=lax.convert_element_type_p, effects=jaxprs.no_effects)
     options = {"weak_type": False, "sharding": None}
     *casts, widening = [

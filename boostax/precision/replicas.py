@@ -31,7 +31,7 @@ from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 
 _WHO = "check_replicas"
-# If more leaves differ, only the first leaves are recorded.
+# The maximum number of leaves that are recorded if they differ.
 _ROWS = 16
 
 
@@ -212,7 +212,8 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     )
 
 
-# The checksums that processes compare. The loss's program contains the batch's types.
+# The checksums that processes compare. The checksum of the loss also covers the types of the batch,
+# which its program contains.
 _CHECKSUMS = "versions", "batch or loss", "update"
 
 

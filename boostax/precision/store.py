@@ -300,7 +300,7 @@ def _first(
     scales: dict[tuple[str, Path], jax.Array] = {}
     fields: dict[str, str | None] = {}
 
-    # ``optax.tree_map_params`` replaces params by a stand-in, of a type without arrays.
+    # ``optax.tree_map_params`` replaces params by a stand-in, a node that contains no arrays.
     stand_in = None if params is None or jax.tree.leaves(params) else type(params)
 
     def stored(path: Path, x: jax.Array) -> jax.Array:

@@ -374,7 +374,8 @@ def adasum_delta(
         old = state.inner_state.local
         # A gate inside would apply different steps on different replicas.
         gate.refuse_gates(who, gate.gates_in(old))
-        # If a server has one copy of the inner state, the types of updates are equal inside it.
+        # If the devices of a server share one copy of the inner state, the updates are unvarying
+        # over the axes of the server.
         varies = frozenset[str]().union(*axes.types(old))
         over = (*replicas, *(name for name in inside if name in varies))
         # The inner optimizer computes in f32 or wider, as inside a gate.

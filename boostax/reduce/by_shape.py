@@ -88,7 +88,8 @@ class _Shape(NamedTuple):
     def means(self, leaves: Arrays) -> Arrays:
         """Return the means of the matrices that this replica owns."""
         if 2 * len(self.indices) < self.slots * self.replicas:
-            # Padding to full slots would more than double the bytes.
+            # Padding to ``slots * replicas`` matrices would more than double the bytes that are
+            # sent.
             return self.chosen({i: lax.pmean(leaves[i], self.names) for i in self.indices})
         matrices = [leaves[i] for i in self.indices]
         padding = self.slots * self.replicas - len(matrices)
@@ -162,7 +163,8 @@ def _require_independent(
     tx: gate.Extended, params: PyTree, state: PyTree, view: Distributed, shapes: Sequence[_Shape]
 ) -> None:
     """Refuse an optimizer if a matrix's update depends on its path or on other matrices."""
-    # In a ``Distributed`` the paths are different.
+    # In a ``Distributed``, params have other paths, so the states of the two trees show whether a
+    # part depends on paths.
     by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
     by_slot = _parts_of_params(state, view)
     slot_of = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}

@@ -19,7 +19,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
             row = lax.ppermute(lax.dynamic_slice_in_dim(x, other, 1), names, [(0, 1), (1, 0)])
             return lax.dynamic_update_slice_in_dim(x, row, other, 0)
         return lax.all_to_all(x, names, 0, 0, tiled=True)
-    # vmap has no rule for several axes at once, so rows are exchanged along one axis after another.
+    # vmap has no rule for several axes at once, so rows are exchanged along one axis at a time.
     blocks = x.reshape(*(lax.axis_size(name) for name in names), *x.shape[1:])
     for dim, name in enumerate(names):
         blocks = lax.all_to_all(blocks, name, dim, dim, tiled=True)
@@ -35,7 +35,7 @@ def gather_along(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 
 def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Sum over the replicas, and return this replica's slice of the sum."""
-    # vmap has no rule for several axes at once, so each axis has its own sum.
+    # vmap has no rule for several axes at once, so the sum is over one axis at a time.
     for over in names if axes.vmapped(names) else (names,):
         x = lax.psum_scatter(x, over, scatter_dimension=dim, tiled=True)
     return x

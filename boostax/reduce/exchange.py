@@ -33,8 +33,8 @@ TOGETHER = 2**23
 MESSAGE = 2**20
 SMALL_SLICE = 2**12
 SLICE_TOGETHER = 2**16
-# A leaf is cut in its own shape if padding enlarges the leaf by at most this factor. Other leaves
-# are packed.
+# A leaf is cut into slices in its own shape if padding enlarges the leaf by at most this factor.
+# Other leaves are packed.
 PADDING = 1.01
 # The maximum number of columns in a block.
 BLOCK = 256
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
     @property
     def owners(self) -> np.ndarray:
         """Return the leaf of every block of columns."""
-        # Each call returns a new array, because JAX would merge equal constants of one array.
+        # Each call returns a new array, because JAX would merge constants that are the same array.
         return np.repeat(self.indices, self.blocks)
 
     def array(self, leaves: Arrays) -> jax.Array:
@@ -224,14 +224,16 @@ def exchange(
     gathered = jnp.zeros((count, 1), jnp.int32)
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
-        # The reciprocal is halved at each level of the tree of replicas and must remain normal.
+        # The reciprocal of a power of two is halved at each level of the tree of replicas. It must
+        # remain a normal number.
         exponents = exponents if near_one else jnp.minimum(exponents, 100)
         exponents = axes.largest(exponents, common) if common else exponents
         gathered = axes.gather(exponents, names)
     buckets: list[Bucket] = []
     for chunk, x in zip(sent, arrays, strict=True):
         x = _shrunk(x, exponents, chunk.owners) if near_one else x
-        # A TPU rounds where the gradient is computed, unless XLA moves the cut before the rounding.
+        # The barrier keeps XLA from moving the cut before the rounding, so that a TPU rounds each
+        # gradient where it is computed.
         message = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
         received = _arrived(collectives.exchange(cut(message, count, chunk.dim), names))
         buckets.append(Bucket([received[i].astype(x.dtype) for i in range(count)], chunk.owners))
@@ -267,7 +269,7 @@ def delivered(
       leaves: the leaves that were sent, which have the dtypes of the result.
     """
     near_one = bool(sent) and _is_narrow(wire)
-    # Each leaf has a power of two in each slice, which is also sent.
+    # For each leaf, each slice has a power of two, which is also sent.
     exponents = _exponents(sent, parts) if near_one else jnp.zeros(1, jnp.int32)
     gathered = exponents[None] if near_one else exponents
     for names in levels if near_one else ():
@@ -316,7 +318,7 @@ def _is_narrow(wire: Wire) -> bool:
 def _half(x: jax.Array, wire: Wire) -> jax.Array:
     """Return ``x`` in the form in which it is sent."""
     half = x if wire is None else trees.saturate(x, wire)
-    # XLA:CPU would send bf16 as f32, unlike a TPU.
+    # XLA:CPU, unlike a TPU, would send bf16 as f32, so the bits are sent as integers.
     as_integers = wire == jnp.bfloat16 and axes.sent_apart()
     return lax.bitcast_convert_type(half, jnp.uint16) if as_integers else half
 
@@ -378,7 +380,8 @@ class Grid(NamedTuple):
     def slices(self, rows: jax.Array) -> jax.Array:
         """Invert ``rows``, for any number of slices."""
         length = math.prod(self.shape[1:]) // self.lines
-        # If there is a single line, rows of padding are cut off with the padding of the line.
+        # The first cut removes rows of padding. With a single line, the last cut removes all
+        # padding.
         x = rows[:, : self.lines * self.parts] if self.lines > 1 else rows
         return x.reshape(len(x), self.lines, -1)[..., :length].reshape(len(x), *self.shape[1:])
 

@@ -249,7 +249,7 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
     """
     rows: dict[int, PyTree] = {}
     new_state = state
-    # The result is the largest capacity of all groups, or 0 without leaves.
+    # This becomes the largest capacity of all groups. Without leaves, it stays 0.
     capacity = jnp.zeros((), jnp.float32)
     for kind in exchange.kinds(leaves, axes.varying):
         part = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)

@@ -105,7 +105,8 @@ class _Rounds(NamedTuple):
         trees.require_params(params, self.who, f"{self.who} averages params.")
         local = axes.to_varying(params, self.names)
         old = state.inner_state.local
-        # Updates have the dtypes of wide params, because an update may be a term of a sum in f32.
+        # The optimizer gets params in f32 or wider, because the updates that it returns may be
+        # terms of a sum in f32.
         wide = trees.at_least_float32(local)
         updates, inner = gate.call(self.inner, grads, old, wide, apply=False, extra=extra)
         inner = replicas.PerReplica(axes.unify(trees.cast_like(inner, old), old))
@@ -140,7 +141,8 @@ class _Rounds(NamedTuple):
         every = self.every or count
         phase = since % every
         phase = jnp.where(state.syncs < self.warmup, -1, phase) if self.warmup else phase
-        # A comparison of one number shows to an audit that a step runs only one of the branches.
+        # All conditions compare ``phase`` with a constant, so an audit sees that a step runs only
+        # one of the branches.
         return phase == -1, [phase == -(-k * every // count) % every for k in range(1, count + 1)]
 
     def _synchronized(self, state: LocalUpdatesState, due: Due, *step: PyTree) -> Stepped:
@@ -182,8 +184,8 @@ class _Rounds(NamedTuple):
         for group, is_due, state in zip(groups, due, states, strict=True):
             old = _part(value, group)
             heavy = functools.partial(averaged, state, _part(local, group), old)
-            # In one switch over all leaves, XLA:CPU and XLA:GPU would copy the leaves that only
-            # pass through.
+            # Each group has a separate branch. In one switch over all leaves, XLA:CPU and XLA:GPU
+            # would copy the leaves that do not change.
             results.append(gate.run_or_hold(is_due, heavy, old, state, apply=True, who=self.who))
         return _joined(value, groups, [x for x, _ in results]), [state for _, state in results]
 
@@ -432,7 +434,7 @@ def _even_runs(sizes: list[int], count: int) -> list[int]:
         labels = [0]
         filled = sizes[0]
         for i, size in enumerate(sizes[1:], 1):
-            # Each later run needs at least one leaf.
+            # Each later run needs at least one item.
             begins = len(sizes) - i < count - labels[-1] or filled + size > limit
             filled = size if begins else filled + size
             labels.append(labels[-1] + begins)

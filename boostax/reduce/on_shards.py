@@ -70,7 +70,7 @@ def to_owners(
             means |= zip(local, call([leaves[i] for i in local]), strict=True)
         return [*means.values()], [False] * len(leaves)
 
-    # The index is batched, so the rule is always called.
+    # ``vmap`` maps the index of the replica, so JAX always calls the rule.
     return mean(lax.axis_index(name), leaves)
 
 
@@ -90,7 +90,7 @@ def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
         checks.require(valid, who, "gradients", got=got, allowed="local to each replica", hint=hint)
 
     for name in names:
-        # The index is batched, so the rule is called.
+        # ``vmap`` maps the index of the replica, so JAX always calls ``require_local``.
         _, grads = seen((lax.axis_index(name), grads), require_local)
     return grads
 
@@ -153,8 +153,8 @@ def _by_device(
 
     def on_device(local: PyTree, shared: PyTree) -> Parts:
         grads, state = jax.tree.map(lambda x: x[0], local)
-        # Without the barrier, XLA would add arrays in the stacked shape, although the arrays are
-        # computed in the leaf's shape, and would not fuse the addition on a TPU.
+        # Without the barrier, XLA would add arrays in the stacked shape. The arrays are computed in
+        # the leaf's shape, so a TPU could not fuse the addition.
         state = jax.tree.map(lax.optimization_barrier, state)
         means, state, shared = on_replica((grads, state, ()), shared)
         return means, jax.tree.map(lambda x: x[None], state), shared
@@ -167,7 +167,8 @@ def _by_device(
         means, state, shared = mapped(placement.reshaped(local[:2], by_axis=False), shared)
         return means, placement.reshaped(state, by_axis=True), shared
 
-    # A vmap stacks its arguments only if an argument differs, as the index of its axis does.
+    # JAX calls the rule of a ``custom_vmap`` only if an argument is mapped. The index of an axis is
+    # always mapped.
     indices = [lax.axis_index(name) for name in names]
     outside = outside_vmap([*reversed(names)], on_replica, on_all_replicas, who)
     return lambda grads, state, shared: outside((grads, state, indices), shared)

@@ -164,8 +164,8 @@ def combine_replicas(
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
         dots, difference, of_sum = _read(rows, nodes, units)
-        # A dot product has units by the exponents of its leaf. If all leaves share their dot
-        # products, the units are by the largest exponents among the leaves.
+        # ``nodes.pairs`` has the exponents of the units of each leaf's dot products. If all leaves
+        # share their dot products, the exponents are the largest of all leaves.
         tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
         partial = [dots, difference]
         if together:
@@ -205,7 +205,8 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     weights = above / below
     n = len(bucket.owners)
     shape = () if n == 1 else (weights.shape[1], 1)
-    # A leaf that is not packed has its own shape, because other shapes have other tilings on a TPU.
+    # A leaf that is not packed keeps its own shape, because other shapes have other tilings on a
+    # TPU.
     blocks = (x if n == 1 else x.reshape(*x.shape[:-1], n, -1) for x in bucket.rows)
     nodes = [x * w.astype(x.dtype).reshape(shape) for w, x in zip(weights, blocks, strict=True)]
     for _ in range(level):
@@ -286,8 +287,8 @@ def _sum_of_squares(rows: Rows, nodes: Nodes, dots: jax.Array, units: jax.Array)
 def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array) -> Nodes:
     """Return the next level: each pair becomes a node, and the pair's factors multiply its rows."""
     aa, ab, bb = dots
-    # Dot products are in units of the tops. The difference of exponents converts the dot products
-    # to units of a and b.
+    # ``a.a`` is in units of ``4**tops[0]``, ``b.b`` of ``4**tops[1]``, and ``a.b`` of ``2**(tops[0]
+    # + tops[1])``. So ``a.b / a.a`` is in units of ``2**lead``, and ``a.b / b.b`` of ``2**-lead``.
     lead = tops[1] - tops[0]
     left, right = nodes.pairs
     cross_left = left + lead
@@ -299,7 +300,7 @@ def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array)
     odd = nodes.exponents[2 * len(units) :]
     ones = jnp.ones(odd.shape, ab.dtype)
     shape = len(units), 2, units.shape[1]
-    # The node of every row.
+    # The index of the node that contains each row.
     node = np.arange(len(nodes.factors.above)) >> nodes.level
     pairs = (jnp.broadcast_to(jnp.stack(x, 1), shape) for x in zip(of_a, of_b, strict=True))
     above, below = (jnp.concatenate([x.reshape(-1, shape[2]), ones]) for x in pairs)

@@ -14,7 +14,7 @@ from jax import lax
 
 from boostax._core import axes
 
-# The number of rows in a word.
+# The number of rows whose bools are packed into one word.
 BITS = 32
 
 
@@ -38,7 +38,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     terms = [jnp.where(mask, bit, np.uint32(0)) for mask in masks]
     zeros = [np.uint32(0)] * len(terms)
     above, equal = lax.reduce(terms, zeros, lambda a, b: tuple(map(lax.bitwise_or, a, b)), (1,))
-    # Elements of the same magnitude as the last chosen element are chosen up to this position.
+    # Elements of magnitude ``least`` are chosen up to this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
     part = jnp.where(word == cut // BITS, (np.uint32(1) << cut % BITS) - np.uint32(1), 0)
@@ -73,12 +73,13 @@ def _last(x: jax.Array, count: int) -> jax.Array:
         for y in [word + step * unit for step in (1, 2, 3)]:
             # Nonnegative floats are ordered like their bits.
             least = lax.bitcast_convert_type(y, x.dtype)
-            # XLA would write an array of the absolute values before the loop.
+            # There is no ``abs``, because XLA would write an array of absolute values before the
+            # loop.
             reached = (x >= least) | (x <= -least)
-            # Rows are summed in f32, which is exact here, because XLA:CPU sums integers with a copy
-            # of the array.
+            # Each row is summed in f32, because XLA:CPU would copy the array to sum integers. The
+            # sum is exact, because the count of a row is small.
             number = reached.astype(jnp.float32).sum(1).astype(jnp.int32).sum()
-            # A larger number would set the sign bit.
+            # A word with the sign bit is not a magnitude.
             larger.append((number >= count) & (y >> (bits - 1) == 0))
         return word + unit * sum(is_reached.astype(unsigned) for is_reached in larger)
 

@@ -104,7 +104,7 @@ class Runs(NamedTuple):
         block = min(block or size, size)
         grid = exchange.Grid.of((1, *shape), block, 1)
         most = 1.1 * size / block * count(block)
-        # The share of every run is rounded up, so short runs send more.
+        # The count is rounded up in every run, so short runs send more elements.
         if grid.shape[-1] < exchange.LANES or grid.height * count(grid.width) > most:
             grid = exchange.Grid((1, *shape), 1, math.ceil(size / block), block, 1)
         columns = math.ceil(grid.width / selection.BITS)
@@ -132,14 +132,15 @@ def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def mapped(*arrays: jax.Array, **count: int) -> PyTree:
         if len(arrays[0]) > 1:
             return jax.vmap(functools.partial(fn, **count))(*arrays)
-        # A TPU's compiler would copy a complete leaf for the dimension of a single run.
+        # A single run is not mapped, because a TPU's compiler would copy the leaf to add a
+        # dimension of size 1.
         return jax.tree.map(lambda x: x[None], fn(*(x[0] for x in arrays), **count))
 
     return jax.jit(mapped, static_argnames="count", inline=True)
 
 
 _largest = _of_runs(selection.largest)
-# The rows and columns of each run, from an array in the shape of ``add_at``.
+# Reshape an array in the shape of ``add_at`` to the rows and columns of each run.
 cells = _of_runs(lambda x: x.transpose(0, 2, 1).reshape(-1, x.shape[1]))
 
 
@@ -205,7 +206,8 @@ class Largest(Codec):
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
         # With the barrier, the sums are written once. Otherwise, a TPU's compiler would move the
-        # readers of sums before the transposition, and also write the result of each reader.
+        # operations that read the sums before the transposition in ``cells``, and also write their
+        # results.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _split_buckets(leaves, buckets, masks), strict=True)
         sent = [jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
@@ -248,7 +250,8 @@ class Largest(Codec):
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
             # Zeros are never sent.
             reached = (jnp.abs(bucket.array) >= bucket.least) & (bucket.array != 0)
-            # Rows are summed in f32, exactly here, because XLA:CPU sums integers with a copy.
+            # Each row is summed in f32, because XLA:CPU would copy the array to sum integers. The
+            # sum is exact, because the count of a row is small.
             by_row = bucket.view.rows(reached).astype(jnp.float32).sum(2).astype(jnp.int32)
             excess = jnp.maximum(by_row.sum(1) - bucket.view.sent, 0).sum(dtype=jnp.int32)
             lacking = jnp.maximum(lacking, excess)
@@ -327,8 +330,8 @@ def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
     for kind in exchange.kinds(arrays):
         part = [arrays[i] for i in kind]
         flat = packed(part)
-        # A gather that does not end with a tile would be compiled for a TPU to an all-reduce, which
-        # sends twice the bytes.
+        # If the size is not a multiple of ``TILE``, a TPU's compiler replaces the all-gather by an
+        # all-reduce, which sends twice the bytes.
         flat = exchange.padded(flat, 0, TILE) if flat.size >= 32 * TILE else flat
         result |= zip(kind, unpacked(axes.gather(flat, names), part), strict=True)
     return [result[i] for i in range(len(arrays))]

@@ -123,7 +123,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     allowed = f"at most {k}, the components in {path}"
     hint = f"Pass n_components={k} or less."
     checks.require(n_components <= k, who, "n_components", n_components, allowed, hint)
-    # Rounding to bfloat16 causes an error of half a percent.
+    # Components that were rounded to bfloat16 have an error of half a percent.
     if not jnp.abs(gram - jnp.eye(k)).max() < 2e-2:
         allowed = "a file of orthonormal rows"
         hint = "Distances along these rows would be wrong."
@@ -411,7 +411,8 @@ def _along_rows(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
-# The mean of the snapshots, by differences to one snapshot, which avoids cancellation.
+# The mean of the snapshots, computed from differences to the first snapshot. The differences avoid
+# cancellation.
 _mean = jax.jit(lambda x: wide(x[0]) + (wide(x) - wide(x[:1])).mean(0))
 
 

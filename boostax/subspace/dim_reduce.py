@@ -162,7 +162,7 @@ def conclude(
         moved = memory._replace(step=step)
         back = before._replace(started=memory.started, paired=memory.paired)
         return jax.tree.map(lambda new, old: jnp.where(result.accepted, new, old), moved, back)
-    # The direction was too long by the factor of the search, so the next direction is shorter.
+    # After a failed search, the next direction is shorter by the last factor that the search tried.
     size = jnp.trace(memory.inverse) / step.size
     shorter = jnp.eye(step.size, dtype=step.dtype) * size * result.last
     inverse = jnp.where(result.accepted, memory.inverse, shorter)

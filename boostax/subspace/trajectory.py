@@ -108,9 +108,9 @@ def record_trajectory(
         _, new = gate.run_or_hold(
             due, lambda: ((), _record(old, params)), (), old, apply=True, who=_WHO
         )
-        # XLA may overwrite donated params before the branch reads the params, so XLA would copy
-        # them unless the updates depend on the branch. The count is never negative, which
-        # compilers do not know.
+        # The updates depend on the branch, so that XLA overwrites donated params only after the
+        # branch has read them. Otherwise, XLA would copy the params. The count is never negative,
+        # but compilers do not know this.
         unknown = new.recorded < 0
         updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
         return updates, new._replace(steps=optax.safe_increment(state.steps))

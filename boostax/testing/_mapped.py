@@ -274,7 +274,7 @@ def _means_the_same(case: Case, kind: AxisType) -> None:
         params, _ = train_placed(case, placed, windows)
         count = placed.mesh.shape.get(_OTHER, 1) if case.by_shard else 1
         dims = {k: placed.dim(k) for k in start}
-        # The params and each window's gradients, cut into the shards within a replica.
+        # The params and each window's gradients, split into the shards within a replica.
         cut = [{k: jnp.split(x[k], count, dims[k]) for k in x} for x in (start, *windows)]
         parts: list[PyTree] = []
         for i in range(count):

@@ -95,7 +95,8 @@ def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
     good = setting.grads(3 * case.calls)
     step, start = setting.program(setting.tx)
     expected = follow(step, start, good)
-    # If a window is around a scaler, one bad call drops all calls of the window.
+    # Positions are multiples of ``case.skip_calls``, because one bad call drops all calls of a
+    # window that is around a scaler.
     chosen = {int(rng.choice(range(0, len(good) + 1, case.skip_calls))) for _ in range(2)}
     calls: list[PyTree] = []
     for index in range(len(good) + 1):

@@ -256,7 +256,8 @@ class TrainStep:
     def _of(self, state: TrainState) -> Programs:
         """Return the programs for the structure of a state, and types and specs of its params."""
         leaves = jax.tree.leaves(state.params)
-        # Inside another program, params are traced, and have a sharding at most in their type.
+        # Inside another program, params are traced. They may have a sharding in their type, but
+        # have no attribute ``sharding``.
         is_placed = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
         is_placed = is_placed and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
         specs = jax.tree.map(lambda x: x.sharding, state.params) if is_placed else None
@@ -310,7 +311,8 @@ class Programs:
     def __init__(self, step: TrainStep, state: TrainState, specs: PyTree):
         self._step, self._structure = step, jax.tree.structure(state)
         self._placement: PyTree = step.placing and step.placing.placement(state.params)
-        # Without a mesh, XLA would give params the sharding of a state that the user has sharded.
+        # If there is no mesh and the user has sharded the state, XLA would give the params the
+        # sharding of the state.
         unspecified: PyTree = None
         shardings = TrainState(unspecified, specs, None, None, None)
         self._shardings: PyTree = step.shardings(state) if step.placing else shardings
@@ -321,7 +323,7 @@ class Programs:
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
         self.compiled: dict[tuple[Kind, int | None], jax.stages.Wrapped] = {}
-        # The state of other params could silently broadcast.
+        # The shapes are checked, because the state of other params could silently broadcast.
         expected = jax.eval_shape(step._stacked, types)
         how: PyTree = {"like": expected, "hint": "The state is for other params: use step.init."}
         self._require = functools.partial(trees.require_shapes, "TrainStep", "opt_state", **how)
@@ -393,7 +395,7 @@ class Programs:
             extra["grad"] = wide.unwrapped()
         extra |= {} if aux.weight is None else {"weight": aux.weight}
         require_weighted(opt_state, aux.weight)
-        # A window counts the items of several calls itself.
+        # A window itself counts the items of its calls.
         windows = trees.find(opt_state, lambda x: isinstance(x, AccumulateState))
         counted = None if aux.weight is None or windows else any_items(aux.weight)
         params, opt_state = applied(self._tx, grads, opt_state, params, extra, counted)
@@ -437,7 +439,8 @@ def _mean_of_replicas(params: PerReplica) -> PyTree:
         # JAX refuses an index into a sharded dimension of an Explicit mesh.
         is_first = jnp.arange(len(x)) == 0
         first = jnp.where(is_first.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
-        # In this form, the mean of bit-equal params is exact.
+        # The mean of the differences to the first replica is 0 if all replicas are equal, so their
+        # mean is exact.
         means.append(first + (x - first).mean(0))
     return tree.unflatten(means)
 
@@ -446,7 +449,8 @@ def _strong(x: PyTree) -> PyTree:
     """Return a call's argument in a strong dtype, so that numbers and arrays share one trace."""
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
-    # JAX refuses a value that is not an array, and names the value.
+    # Other values are returned unchanged, because JAX's error about a value that is not an array
+    # names the value.
     return np.asarray(x, jnp.result_type(x)) if isinstance(x, jax.typing.ArrayLike) else x
 
 

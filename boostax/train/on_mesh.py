@@ -252,7 +252,7 @@ def _stacked(grads: PyTree, place: Placement) -> PerReplica:
         # In JAX 0.10.0, a spec has no ``partitions`` and is iterated.
         parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
         specs: PyTree = {"in_specs": spec, "out_specs": PartitionSpec(place.names, *parts)}
-        # A checked map has no type for an unreduced value.
+        # With ``check_vma=True``, an unreduced value has no type.
         mapped = functools.partial(jax.shard_map, mesh=place.mesh, check_vma=False, **specs)
         return mapped(lambda part: place.replicas * part[None])(x)
 

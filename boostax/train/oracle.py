@@ -328,8 +328,8 @@ class Oracle(Generic[Value, Params, Grads]):
         if self.mesh is not None:
             fns = [_outside(self._mapped(fn, PartitionSpec())) for fn in fns]
 
-        # JAX does not transpose a ``custom_vmap``. In an unchecked map, JAX also sums the
-        # cotangents of a ``psum`` once more. So the function has a gradient rule.
+        # JAX does not transpose a ``custom_vmap``. With ``check_vma=False``, JAX also sums the
+        # cotangents of a ``psum`` again. So the function has a rule for its gradient.
         loss = jax.custom_jvp(lambda params: fns[0](params, *args))
 
         @loss.defjvp
@@ -366,8 +366,8 @@ class Oracle(Generic[Value, Params, Grads]):
                 result = self._loss_and_aux(trained, params, rows, kwargs, scale)
                 share = self.replicas / self._slices(batch)
                 loss, by_term, aux = auxiliary.of_slice(result, counts, terms, share)
-                # In a typed map, a loss that is averaged over the replicas is typed as equal, and
-                # its gradient would be 1/n of the gradient in an untyped map.
+                # With ``check_vma=True``, a loss that is averaged over n replicas has an unvarying
+                # type. Its gradient would be 1/n of the gradient with ``check_vma=False``.
                 loss, by_term = axes.to_varying((loss, by_term), names)
                 return (by_term if terms else loss) * scale.astype(loss.dtype), (loss, aux)
 
@@ -378,14 +378,15 @@ class Oracle(Generic[Value, Params, Grads]):
                     trained = _trained(params, active)
                     refusals.require_uncrossed(lambda x: scaled_loss(x)[0], trained, names)
             if weight is not None:
-                # A mean over zero tokens is 0/0, which must not lower the scale as an overflow
-                # would.
+                # A mean over zero tokens is 0/0. The mean is dropped, so that a scaler does not
+                # lower the scale as after an overflow.
                 new = carried.unless_empty(grads, params, rules, weight)
                 loss, grads = drop_empty((loss, carried.without(grads, new)), jnp.asarray(weight))
                 grads = carried.restored(grads, new)
             return (loss, aux), grads
 
-        # Carried records of cotangents must equal the records of the whole batch for any split.
+        # For any number of micro-batches, carried records of cotangents must equal the records of
+        # the whole batch.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
         how: PyTree = {"dtype": self.dtype, "rules": rules}
@@ -488,14 +489,15 @@ class Oracle(Generic[Value, Params, Grads]):
 
             spec = params_specs or PartitionSpec(*[names] * is_local)
             specs = spec, rows, *[PartitionSpec()] * (1 + len(more))
-            # The map is untyped, so that loops may start from constants, and kernels and libraries
+            # With ``check_vma=False``, loops may start from constants, and kernels and libraries
             # need not declare varying axes. A line search calls this function in a context in which
             # the axes of an Explicit mesh are Auto.
             around = jax.sharding.get_abstract_mesh()
             mesh: PyTree = self.mesh if around.empty else around
             options: PyTree = {"mesh": mesh, "axis_names": set(names), "check_vma": False}
             shard_map = jax.shard_map(per_replica, in_specs=specs, out_specs=out_specs, **options)
-            # JAX's error about rows would describe this map, which the user does not see.
+            # Rows are checked here, because JAX's error would describe this ``shard_map``, which
+            # the user does not see.
             count = math.prod(self.mesh.shape[x] for x in names) if self.mesh else 1
             for path, x in jax.tree_util.tree_leaves_with_path(batch):
                 dim = len(rows) - 1
@@ -503,14 +505,16 @@ class Oracle(Generic[Value, Params, Grads]):
             batch = placement.gathered(mesh, names, batch, rows)
             params = params if params_specs else placement.gathered(mesh, names, params)
             args = params, batch, kwargs, *more
-            # Outside of ``jit``, JAX maps a subset of a mesh's axes only with checked types.
+            # Outside of ``jit``, ``shard_map`` over only some axes of a mesh requires
+            # ``check_vma=True``.
             is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
             return (shard_map if is_traced else jax.jit(shard_map))(*args)
 
         return mapped
 
 
-# Makes the gradient function of a step from the gradient function and the policy of a loss.
+# A function that makes the gradient function of a step from the gradient function and the policy of
+# a loss.
 Around = Callable[[Oracle, Policy | None], Oracle]
 
 
@@ -557,7 +561,8 @@ def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[Py
 
     if not value.ndim:
         return gradient(jnp.ones_like(value)), more
-    # In a typed map, a cotangent has the type of its value.
+    # With ``check_vma=True``, a cotangent must have the varying axes of its value. ``ones_like``
+    # gives the cotangent these axes.
     grads = [gradient(jnp.ones_like(value) * row) for row in np.eye(value.size, dtype=value.dtype)]
     return jax.tree.map(lambda *terms: jnp.stack(terms), *grads), more
 
@@ -607,7 +612,7 @@ def applied(
     else:
         tx = optax.with_extra_args_support(tx)
         updates, new_state = tx.update(grads, opt_state, trained, **extra_args)
-        # Gradients in f32, of micro-batches, would widen moments of params in bf16.
+        # The f32 gradients of micro-batches would widen the moments of bf16 params.
         is_alike = jax.tree.structure(opt_state) == jax.tree.structure(new_state)
         opt_state = trees.cast_like(new_state, opt_state) if is_alike else new_state
         new = trees.applied(trained, updates)

@@ -92,9 +92,9 @@ def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
 
 def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -> None:
     """Refuse a loss that itself differentiates a sum over the replicas, for an untyped map."""
-    # Without types, JAX sums the cotangents of a sum over the replicas. The sum is correct for a
-    # gradient that is computed outside of the mapped function and averaged over the replicas, but
-    # wrong for a gradient that is computed inside, for one replica.
+    # With ``check_vma=False``, JAX sums the cotangents of a sum over the replicas. The sum is
+    # correct for a gradient that is computed outside of the mapped function and averaged over the
+    # replicas. The sum is wrong for a gradient of one replica that is computed inside.
 
     def is_backward(eqn: jaxprs.JaxprEqn, inside: bool) -> bool:
         return inside or "transpose(" in str(eqn.source_info.name_stack)
@@ -122,8 +122,9 @@ def require_uncrossed(fn: Callable[..., PyTree], trained: PyTree, names: tuple[s
     def trace(trained: PyTree) -> None:
         _, tangent = jax.linearize(fn, trained)
         value, pullback = jax.vjp(fn, trained)
-        # A typed sum communicates nothing in the backward pass, and a tangent program does not show
-        # a custom backward rule, so that both programs are read.
+        # With ``check_vma=True``, a sum communicates nothing in the backward pass, so the tangent
+        # program is read. A tangent program does not show a custom backward rule, so the backward
+        # program is also read.
         programs.extend((jax.make_jaxpr(tangent)(trained), jax.make_jaxpr(pullback)(value)))
 
     jax.eval_shape(trace, trained)
@@ -144,7 +145,8 @@ def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
     def transfer(eqn: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
         if any(depends):
-            # An unknown body could do anything to its operands, so the worst is assumed.
+            # An unknown body could sum its operands over any axes that it names, so all these axes
+            # are counted.
             names.update(axes.named(inner for inner, _ in interpret.equations([eqn])))
         return [any(depends)] * len(eqn.outvars)
 
