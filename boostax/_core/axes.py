@@ -232,7 +232,7 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
 
 
 def sent_apart() -> bool:
-    """Return whether each array is sent as its own message, as gloo does between processes."""
+    """Return whether each array is sent in its own message, as with gloo between processes."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 

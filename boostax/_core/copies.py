@@ -79,7 +79,7 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
 def on_mesh(
     mesh: jax.sharding.Mesh, order: tuple[str, ...], specs: tuple[P, ...], extra: Sequence[int] = ()
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
-    """Return a function that compares leaves with these specs; its culprits are device indices."""
+    """Return a function that compares leaves of these specs; the culprits are device indices."""
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
     groups, kinds = classes(order, [mesh.shape[name] for name in order], sharded)

@@ -81,7 +81,7 @@ class Description:
       what: the first line of the factory's docstring.
       role: see ``Role``.
       axes: mesh axes over which the part reduces or agrees.
-      inner: transformations inside, each by the field of the state for its state.
+      inner: the inner transformations; the key of each is the name of the field with its state.
       lossy: whether values that are not sent are lost permanently.
     """
 
@@ -102,7 +102,7 @@ def describe(
     what: str = "",
     lossy: bool = False,
 ) -> Callable[[Update], Update]:
-    """Describe a part by a decorator of its ``update``, or of a gate's ``step``.
+    """Describe a part by decorating its ``update``, or the ``step`` of a gate.
 
     ``explain``, the rules of order, ``make_train_step`` and ``migrate_state`` then treat the
     transformation like a part of boostax. The calls of ``update`` have ``boostax.<name>`` in the
@@ -117,7 +117,7 @@ def describe(
         ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``, ``"watch"``,
         ``"nothing"``; ``"unknown"`` is not checked.
       axes: mesh axes over which the part reduces or agrees.
-      inner: transformations inside, each by the field of the state for its state.
+      inner: the inner transformations; the key of each is the name of the field with its state.
       what: a summary; by default the first line of the factory's docstring.
       lossy: whether values that are not sent are lost permanently.
 

@@ -175,7 +175,7 @@ def refuse_gates(who: str, gates: Sequence[object]) -> None:
 def call(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
-    """Run the transformation inside a gate by its ``step``, or else by its ``update``.
+    """Run the transformation inside a gate by its ``step``, or without one by its ``update``.
 
     A transformation without a gate computes in f32 or wider for params of any dtype, so that
     moments and weight decay are not rounded.
@@ -363,5 +363,5 @@ def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
 
 
 def flag(state: PyTree) -> jax.Array:
-    """Return ``applied``, as both methods of ``protocols.Gate`` do for a state with one flag."""
+    """Return ``applied``, which both methods of ``protocols.Gate`` return in many states."""
     return state.applied

@@ -72,7 +72,7 @@ class Labels:
 
 
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
-    """Return the label of each leaf, from a tree like the params or from its prefix."""
+    """Return the label of each leaf, from a tree like the params or a prefix of such a tree."""
     try:
         # JAX's error prints the leaves, which fails for donated leaves.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))

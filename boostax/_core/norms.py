@@ -19,7 +19,7 @@ from boostax._core.types import PyTree
 
 # JAX traces a module's function once for all leaves, as the next two.
 def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Add two sums at once, as ``jax.lax.reduce`` requires."""
+    """Add two tuples of sums, as ``jax.lax.reduce`` of several operands requires."""
     return lax.add(a[0], b[0]), lax.add(a[1], b[1])
 
 

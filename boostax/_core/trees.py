@@ -266,7 +266,10 @@ def _is_variable(node: object) -> bool:
 
 
 class Replay(NamedTuple):
-    """The traced program of a function; a call evaluates it on arguments of the same types."""
+    """The traced program of a function.
+
+    A call evaluates the program on arguments of the traced types.
+    """
 
     program: jaxprs.ClosedJaxpr
     structure: Structure

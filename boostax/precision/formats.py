@@ -93,7 +93,7 @@ def nearest(x: jax.Array) -> jax.Array:
 
 
 def remainder(x: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the bits of f32 ``x`` minus the bits of ``high``, as i16; 0 if that does not fit."""
+    """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 for a too large result."""
     distance = _bits(x) - _bits(high.astype(jnp.float32))
     return jnp.where((distance >= -_HALF) & (distance < _HALF), distance, 0).astype(jnp.int16)
 
@@ -104,7 +104,7 @@ def joined(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a block, of which each dimension divides the dimension of the array.
+    """Return the shape of a block; each size divides the size of the array's dimension.
 
     If ``BLOCK`` divides the last dimension, a block has ``BLOCK`` elements of this dimension, like
     a TPU vector. Otherwise a block has at least ``BLOCK`` elements, as few as possible, and the

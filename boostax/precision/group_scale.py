@@ -71,7 +71,7 @@ class GroupLossScaleState(NamedTuple):
 
     @property
     def scales(self) -> jax.Array:
-        """Return the scale of each group, f32 ``[G]``: its entry, rounded down to a power of 2."""
+        """Return the groups' scales, f32 ``[G]``: the entries, rounded down to powers of two."""
         # The bits of the fraction are cleared, because log2 and exp2 are not exact on every device.
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)

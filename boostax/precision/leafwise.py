@@ -77,7 +77,7 @@ class _Graph:
         self._makers = {x: i for i, eqn in enumerate(self._eqns) for x in eqn.outvars}
 
     def common(self, order: Sequence[Order]) -> list[jaxprs.Var]:
-        """Return the variables that several leaves share; ``order`` has a position per input."""
+        """Return the variables that several leaves share; ``order`` has an entry for each input."""
         sources = {var: {x.leaf} for var, x in zip(self.inputs, order, strict=True)}
         for eqn in self._eqns:
             leaves = set[int]().union(*(sources.get(x, set()) for x in _variables(eqn.invars)))

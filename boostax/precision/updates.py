@@ -99,7 +99,7 @@ def check_updates(
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     def checked(new: Stepped, state: CheckUpdatesState, params: PyTree, apply: bool) -> Stepped:
-        """Return params (``apply``) or updates, and the state, new if all values remain finite."""
+        """Return params (``apply``) or updates, and state: new only if all values stay finite."""
         value = new[0]
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params

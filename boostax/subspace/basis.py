@@ -2,11 +2,11 @@
 """Find directions in the space of the params, leaf by leaf, and compute along them.
 
 With the m snapshots as rows of ``X`` (m, n), only matrices of m x m or m x k are decomposed. All
-work of size n is products of ``X`` with thin matrices, which are sums over leaves and keep each
-leaf's sharding. Training moves the params by much less than their size, so ``X`` is centred by
-differences to one snapshot. The Gram matrix of ``X`` gives only the first approximation. Its
-elements are squares, so in f32 the matrix loses directions below 3e-4 of the largest direction. A
-product with ``X`` itself finds these directions.
+work of size n consists of products of ``X`` with thin matrices. These products are sums over
+leaves, and keep each leaf's sharding. Training moves the params by much less than their size, so
+``X`` is centred by differences to one snapshot. The Gram matrix of ``X`` gives only the first
+approximation. Its elements are squares, so in f32 the matrix loses directions below 3e-4 of the
+largest direction. A product with ``X`` itself finds these directions.
 """
 
 import functools
@@ -134,7 +134,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
 
 
 def _read_matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
-    """Return components in a matrix, split into leaves."""
+    """Return the components in the matrix of a file, split into leaves."""
     matrix = files.read(who, path, ".npy")
     leaves, treedef = jax.tree.flatten(params)
     ends = np.cumsum([np.size(x) for x in leaves])

@@ -160,8 +160,8 @@ def trajectory_basis(
     """Return the leading directions of the recorded snapshots.
 
     The current ``params`` can be one more snapshot. If ``dim_reduce`` begins at these params, pass
-    ``params``, and choose all directions but one, so that the span contains the distance of the
-    params from the mean.
+    ``params``, and choose an ``n_components`` that is one less than the number of snapshots, so
+    that the span contains the difference between the params and the mean.
 
     Args:
       opt_state: any state that contains a ``TrajectoryState``.
