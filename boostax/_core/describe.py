@@ -82,7 +82,7 @@ class Description:
       role: see ``Role``.
       axes: mesh axes over which the part reduces or agrees.
       inner: the inner transformations; the key of each is the name of the field with its state.
-      lossy: whether values that are not sent are lost permanently.
+      lossy: whether values that the part does not send are lost permanently.
     """
 
     name: str
@@ -119,7 +119,7 @@ def describe(
       axes: mesh axes over which the part reduces or agrees.
       inner: the inner transformations; the key of each is the name of the field with its state.
       what: a summary; by default the first line of the factory's docstring.
-      lossy: whether values that are not sent are lost permanently.
+      lossy: whether values that the part does not send are lost permanently.
 
     Returns:
       The decorator. Cost: none; the compiled program is the same.

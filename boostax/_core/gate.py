@@ -281,7 +281,7 @@ def run_or_hold(
 def skip_if_empty(ok: jax.Array, new: State, old: State, grads: Pending) -> tuple[jax.Array, State]:
     """Return ``ok`` and ``new``, or False and ``old`` if the loss counted no items.
 
-    The zero gradient of such a call is no evidence about a scale or a limit.
+    The zero gradient of such a call does not show whether a scale or a limit is right.
 
     Args:
       ok: bool scalar, whether the gate runs the inner transformation.

@@ -139,7 +139,7 @@ def evaluate(
 
 
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the results of an equation by JAX's own evaluation, with its names and contexts."""
+    """Return an equation's results by JAX's evaluation, with the equation's names and contexts."""
     name = jaxprs.gensym()
     # Literals become inputs, because the caller may pass other values in their place.
     args: list[jaxprs.Atom] = [name(atom.aval) for atom in eqn.invars]

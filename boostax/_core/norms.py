@@ -52,7 +52,7 @@ def _maxima(leaves: list[jax.Array], in_pairs: bool = False) -> list[jax.Array]:
     By default, magnitudes are compared as unsigned integers, in the order of floats with NaN last.
     XLA:CPU would write these integers to memory. With ``in_pairs``, a joint reduction computes
     maximum and minimum. XLA does not turn this reduction into an all-reduce, but gathers and
-    compares the results of all shards. A TPU would read a gradient twice for such a pair.
+    compares the results of all shards. A TPU would read a gradient twice for this reduction.
     """
     if not in_pairs:
         bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
@@ -68,9 +68,9 @@ def square_sums(leaves: Sequence[jax.Array], dtype: str | np.dtype = "float32") 
 
     In f32, the square of a number below 1e-19 is zero, and the square of a number above 1e19 is
     infinite. The first sum is in a unit in which the squares of up to 2**31 finite numbers have a
-    finite sum. The second sum is in a unit for usual gradients. Both units are powers of two, so
-    scaling does not round. To combine leaves or replicas, add the first sums, and add the second
-    sums.
+    finite sum. The second sum is in a unit for gradients of usual size. Both units are powers of
+    two, so scaling does not round. To combine leaves or replicas, add the first sums, and add the
+    second sums.
 
     Returns:
       An array ``[2]`` for each leaf, in the widest dtype of the leaves, ``dtype`` or wider; one
@@ -108,7 +108,7 @@ def _sums(leaves: list[list[jax.Array]], in_pairs: bool = False) -> list[jax.Arr
 
 
 def _units(dtype: np.dtype) -> tuple[float, float]:
-    """Return the factors of elements in ``square_sums``: 2**-80 and 2**30 for f32."""
+    """Return the factors that multiply elements in ``square_sums``: 2**-80 and 2**30 for f32."""
     octaves = int(jnp.finfo(dtype).maxexp)
     return 2.0 ** (-5 * octaves // 8), 2.0 ** (15 * octaves // 64)
 

@@ -13,10 +13,10 @@ dimension, which XLA compiles to an all-reduce or a reduce-scatter. A predicate 
 replicas agreed is not batched, so a branch stays a branch. A reduction that sends more than sums
 runs outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
 
-An example of such a call has replica axes ``("host", "chip")`` of sizes 2 and 4, and a gradient
-with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip" inside a map over
-"host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps ``by_name``, the code of one
-replica, in a ``custom_vmap``, whose rule replaces the mapped code:
+An example of a call outside of the ``vmap`` has replica axes ``("host", "chip")`` of sizes 2 and 4,
+and a gradient with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip"
+inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps
+``by_name``, the code of one replica, in a ``custom_vmap``, whose rule replaces the mapped code:
 
 1. The map over "chip" calls the rule with ``Local.grads`` of shape ``[4, 5]``. The rule also adds a
    first dimension to state that is equal on all chips, and makes ``by_name`` a function of 4
@@ -160,7 +160,7 @@ class Placement:
     def pinned(self, fn: Call, specs: PyTree) -> Call:
         """Return ``fn`` with Auto axes inside, and with results of these specs.
 
-        On an Explicit mesh JAX cannot type code without shardings.
+        On an Explicit mesh, JAX cannot infer the types of code without shardings.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
             # The specs are a tree prefix of the results.
@@ -219,7 +219,7 @@ def settled(params: PyTree) -> PyTree:
 def _gathered(placement: Placement, params: PyTree) -> PyTree:
     """Gather new params that are sharded like an optimizer's state, one message per dtype.
 
-    The gather runs outside of the ``vmap``, like ``reduce/on_shards.py``.
+    The gather runs outside of the ``vmap``, like the reductions in ``reduce/on_shards.py``.
     """
     named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
@@ -268,8 +268,8 @@ def gathered(mesh: Mesh, names: tuple[str, ...], tree: PyTree, rows: P = P()) ->
 def seen(values: PyTree, check: Callable[[PyTree], None]) -> PyTree:
     """Return values unchanged; each surrounding ``jax.vmap`` that maps a value calls ``check``.
 
-    The argument of ``check`` is a tree of bools, which are True for values that differ. Inside the
-    branch of a gate, ``check`` is called when the branch's trace is mapped.
+    The argument of ``check`` is a tree of bools, which are True for values that differ per replica.
+    Inside the branch of a gate, ``check`` is called when ``jax.vmap`` maps the trace of the branch.
     """
     unchanged = custom_vmap(lambda values: values)
 

@@ -96,7 +96,7 @@ def _local_arrays(state: PyTree) -> Iterator[tuple[KeyPath, jax.Array]]:
 
 
 def require_like(who: str, what: str, arrays: PyTree, grads: PyTree) -> None:
-    """Refuse a state whose arrays would broadcast, because the gradients have other shapes."""
+    """Refuse a state whose arrays have other shapes than the gradients, and would broadcast."""
     hint = "For one replica, use boostax.states.enter_replica(state); for all, stack_replicas."
     if any(map(is_per_replica, jax.tree.leaves(grads, is_leaf=is_per_replica))):
         hint = f"Put {who} inside on_mesh: on_mesh({who}(chain(...)), params)."
@@ -117,7 +117,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
       replicas: the number of replicas, the size of the replica axis.
 
     Returns:
-      The state for the outside of a mapped function: every array inside a ``PerReplica`` has shape
+      The state for use outside a mapped function: every array inside a ``PerReplica`` has shape
       ``(replicas, *shape)``; all other arrays are unchanged. The matrices of ``by_shape`` are
       distributed over the replicas.
 

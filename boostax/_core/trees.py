@@ -224,7 +224,8 @@ def telling(tree: PyTree, question: type[types.State]) -> list[types.State]:
     """Return the states that answer a question of ``protocols``, outer states before inner states.
 
     Raises:
-      TypeError: the tree contains a state whose methods are nearly those of a question.
+      TypeError: the tree contains a state with a method whose name is nearly that of a question's
+        method.
     """
     return find(tree, lambda node: protocols.answers(type(node), question))
 
@@ -336,7 +337,7 @@ def restored(params: PyTree) -> PyTree:
 
 
 def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
-    """Replace hidden constants by ``None``, or by ``optax.MaskedNode`` if they are not active.
+    """Replace hidden constants by ``None``, or by ``optax.MaskedNode`` where ``active`` is False.
 
     Args:
       grads: a tree like the result of ``aside``.

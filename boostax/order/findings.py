@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find parts of a chain in a wrong order or with a wrong setting, by ``orders.toml``."""
+"""Find parts of a chain in a wrong order or with a wrong setting, as ``orders.toml`` lists them."""
 
 import functools
 import itertools

@@ -156,7 +156,7 @@ def _injected(values: Mapping[str, Any]) -> object:
 
 
 def of_state(state: PyTree) -> Part:
-    """Return the parts of a chain as its state shows them; a part without a state is unknown.
+    """Return the parts of a chain, read from the chain's state; a part without a state is unknown.
 
     The state of a chain is a tuple of its parts' states. The state of a part is a ``NamedTuple``:
     its class names the factory, and its fields contain the states of the parts inside.

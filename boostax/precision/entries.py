@@ -2,8 +2,8 @@
 """Change one leaf, element by element, with one primitive that has a lowering for each compiler.
 
 In the program of such a leaf, each element of a result depends on one element of each array, on
-scalars, and on the scales of its block. One pass over the leaf computes the scales, and a second
-pass computes all results from the stored arrays. So no f32 array is written to memory.
+scalars, and on the scales of the element's block. One pass over the leaf computes the scales, and a
+second pass computes all results from the stored arrays. So no f32 array is written to memory.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def group_loss_scale(
         lowers the scales of all groups with an overflow.
       rule: ``"trial"``, the rule of MindSpore, or ``"measure"``.
       headroom: for ``"measure"``, from 1 to 2**16: the ratio of 2**16 to the largest scaled
-        gradient. The margin allows for noisy batches, and for cotangents of activations that are
+        gradient. This margin allows for noisy batches, and for cotangents of activations that are
         larger than the gradients.
       axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
         be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its

@@ -119,7 +119,7 @@ def dynamic_loss_scale(
         step.
       axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
         be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if a part inside reduces; elsewhere there is no axis.
+        axis if a part inside reduces; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes of state; one read of the

@@ -43,9 +43,9 @@ class CheckReplicasState(NamedTuple):
       applied: bool, whether the last call ran the inner transformation.
       skipped: i32, calls that were skipped since the start.
       compared: i32, the number of compared replicas; 0 before the first call.
-      leaves: u32 ``[16]``, the CRC-32 of the path, such as ``params/w``, of each leaf in the last
-        difference; 0 in unused slots.
-      culprits: i32 ``[16]``, the replica whose copy of the leaf differed; -1 in unused slots.
+      leaves: u32 ``[16]``, the CRC-32 of the path, such as ``params/w``, of each leaf that differed
+        in the last comparison with a difference; 0 in unused elements.
+      culprits: i32 ``[16]``, the replica whose copy of the leaf differed; -1 in unused elements.
       inner_state: state of the inner transformation.
     """
 
@@ -152,7 +152,7 @@ def check_replicas(
         crcs = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))
 
         def different() -> list[jax.Array]:
-            """Return the checksums and culprits of leaves that differ, and fill unused slots."""
+            """Return the checksums and culprits of leaves that differ, and fill unused elements."""
             (at,) = jnp.nonzero(culprits >= 0, size=_ROWS, fill_value=len(rows))
             return [x.at[at].get(mode="fill", fill_value=y) for x, y in ((crcs, 0), (culprits, -1))]
 

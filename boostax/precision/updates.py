@@ -50,9 +50,9 @@ def check_updates(
       u, m' = \text{inner}(g, m, p), \qquad
       \text{ok} = \text{all}\bigl(\text{finite}(p + u, m') \text{ or not } \text{finite}(p, m)\bigr)
 
-    A step that is not ok is skipped: params, moments, schedules and decay are unchanged, bit for
-    bit, and ``skipped`` counts the step. An element that was already infinite, such as in a mask or
-    as the first value of a best loss, does not cause a skip.
+    A step that is not ok is skipped: no bit of params, moments and schedules changes, and
+    ``skipped`` counts the step. An element that was already infinite, such as in a mask or as the
+    first value of a best loss, does not cause a skip.
 
     A scaler checks the gradients before ``inner``, and reads the gradients once. ``check_updates``
     checks the results of ``inner``. During this check, memory contains both the results and the old

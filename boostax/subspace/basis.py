@@ -38,7 +38,8 @@ class Basis(NamedTuple):
 
     Attributes:
       components: tree like the params, with leaves ``(k, *leaf.shape)``, the direction of largest
-        variance first. A row over all leaves has norm 1, and its largest element is positive.
+        variance first. A row, over all leaves together, has norm 1, and its largest element is
+        positive.
       mean: tree like the params, f32 or wider: the mean of the snapshots.
       explained: f32 ``(k,)``, the share of the variance along each component.
     """
@@ -208,8 +209,8 @@ def pca_basis(
     Returns:
       A ``Basis``, orthonormal to 1e-5 before rounding to ``dtype``. Complex leaves count as pairs
       of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the params and m
-      centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded leaves
-      devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
+      centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded
+      leaves, devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
@@ -241,7 +242,7 @@ def pca_basis(
 def principal(snapshots: PyTree, k: int, dtype: Dtype, complete: bool, who: str) -> Basis:
     """Return ``pca_basis`` of stacked snapshots, with ``k`` components.
 
-    With ``complete=False`` missing components are zero outside ``jit`` as well.
+    With ``complete=False``, missing components are zero outside ``jit`` as well.
     """
     narrow = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     m = _snapshot_count(who, snapshots, k)

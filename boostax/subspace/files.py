@@ -22,7 +22,7 @@ _WHO = "dim_reduce"
 
 
 def by_name(who: str, tree: PyTree) -> dict[str, PyTree]:
-    """Return the leaves of a tree by the names of their paths, ``layer/kernel``."""
+    """Return the leaves of a tree by the names of their paths, such as ``layer/kernel``."""
     names = trees.names(tree)
     shared = [x for x in names if names.count(x) > 1]
     hint = "A file contains one array for each path."
