@@ -2,10 +2,10 @@
 """Named mesh axes: the axes over which values vary, and over which programs communicate.
 
 Inside ``jax.shard_map`` with ``check_vma=True``, the type of a value lists the mesh axes over which
-the value *varies*. Autodiff sums the gradient of a parameter over the devices unless the parameter
-is typed as varying; a parameter that is cast to varying has a separate gradient in each replica.
-boostax casts, then differentiates, then reduces, because only this order gives the same result with
-checking on, with checking off and in ``pmap``.
+the value *varies*. Autodiff sums the gradient of a parameter over the devices, unless the parameter
+has a varying type. A parameter that is cast to varying has a separate gradient on each replica.
+boostax casts the params, then differentiates the loss, then reduces the gradients, because only
+this order gives the same result with ``check_vma=True``, with ``check_vma=False`` and in ``pmap``.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ COLLECTIVES = "psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_al
 
 @dataclasses.dataclass(frozen=True)
 class StepAxis:
-    """A placeholder for the name of the axis that the step around a part binds later."""
+    """A placeholder for an axis name, which the surrounding train step binds later."""
 
 
 UNNAMED: Any = StepAxis()
 
 
 class Bound(NamedTuple):
-    """What a step binds for the parts that it calls.
+    """What a train step binds for the parts of its chain.
 
     Attributes:
       names: the replica axes; empty outside a step of boostax.
       averaged: whether the gradients are averaged over these axes already.
-      partial: whether the gradients of other leaves do not exist in this trace.
+      partial: whether the trace has gradients for only some leaves.
     """
 
     names: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ def binding(
 
 
 def bound() -> Bound:
-    """Return what the step around this part binds."""
+    """Return what the surrounding train step binds."""
     return _BOUND.value
 
 
@@ -94,7 +94,7 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
 
 
 def named_or_bound(who: str, axis_name: AxisName | None = None) -> tuple[str, ...]:
-    """Return axis names, by default those that the step around the call binds; refuse no names."""
+    """Return axis names, by default those of the surrounding step; refuse an empty result."""
     names = canonical(who, axis_name) or bound().names
     hint = f"Call {who} inside make_train_step or on_mesh, or write {who}(..., axis_name='data'); "
     hint += "in NNX write boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
@@ -144,14 +144,14 @@ index = lax.axis_index
 
 
 def varying(x: object) -> frozenset[str]:
-    """Return the axes over which ``x`` is typed as varying; empty if JAX does not track them."""
+    """Return the axes over which the type of ``x`` varies; empty if JAX does not track axes."""
     # jax.typeof refuses a jax.ShapeDtypeStruct of a partly manual region.
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
 
 def sent_over(eqns: Iterable[jaxprs.JaxprEqn]) -> list[tuple[str | int, ...]]:
-    """Return the axes of each collective among equations, also the axes of ``vmap``."""
+    """Return the axes of each collective among equations, including axes of ``vmap``."""
     sent: list[tuple[str | int, ...]] = []
     for eqn in eqns:
         if eqn.primitive.name.removesuffix("_invariant") in COLLECTIVES:
@@ -190,7 +190,7 @@ def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
 
 
 def unify(tree: PyTree, like: PyTree) -> PyTree:
-    """Cast each leaf to vary over its counterpart's axes: branches of a cond have equal types."""
+    """Cast each leaf to the varying axes of its counterpart, because branches need equal types."""
     is_mapped = bool(get_abstract_mesh().manual_axes)
     return jax.tree.map(lambda x, y: to_varying(x, varying(y)), tree, like) if is_mapped else tree
 
@@ -206,7 +206,7 @@ def placed_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None) -> jax.Array:
-    """Make zeros of a type, with the type's varying axes, and its sharding on an Explicit mesh."""
+    """Make zeros with the shape, varying axes and (on an Explicit mesh) sharding of ``like``."""
     array = jnp.zeros(like.shape, like.dtype if dtype is None else dtype, device=like.sharding)
     return to_varying(array, varying(like))
 
@@ -222,7 +222,7 @@ def with_shards(x: jax.Array, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
-    """Stack the values of all replicas on a new dimension; the result is typed as equal."""
+    """Stack the values of all replicas on a new dimension; the type of the result is unvarying."""
     if not vmapped(names):
         return lax.all_gather(x, names, axis=dim, to="invarying")
     shape = x.shape
@@ -232,15 +232,15 @@ def gather(x: jax.Array, names: tuple[str, ...], dim: int = 0) -> jax.Array:
 
 
 def sent_apart() -> bool:
-    """Return whether each array is sent as its own message, as gloo does between processes."""
+    """Return whether each array is sent in its own message, as with gloo between processes."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax.Array:
     """Sum one number per leaf, where some leaves are sharded over ``names``.
 
-    A leaf that is not sharded counts once; only varying types show whether a leaf is sharded. There
-    is one collective for each set of axes over which leaves are sharded.
+    The number of an unsharded leaf is added once. Only varying types show whether a leaf is
+    sharded. There is one collective for each set of axes over which leaves are sharded.
     """
     require_bound(names, who, "shard_axes")
     allowed = "left out where JAX does not track which leaves are sharded"
@@ -252,7 +252,7 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
 def summed(
     parts: list[jax.Array], over: Callable[[jax.Array], frozenset[str]], names: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Sum the parts over ``names`` and each part's own axes, by one collective per set of axes."""
+    """Sum each part over ``names`` and ``over(part)``, with one collective per set of axes."""
     sums: dict[frozenset[str], jax.Array] = {}
     for part in parts or [jnp.zeros((), jnp.float32)]:
         sums[over(part)] = sums[over(part)] + part if over(part) in sums else part
@@ -264,7 +264,7 @@ def summed(
 
 
 def mean(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Average over the axes; ``x`` need not be typed as varying."""
+    """Average over the axes; the type of ``x`` need not be varying."""
     return lax.pmean(to_varying(x, names), names) if names else x
 
 
@@ -279,9 +279,9 @@ def vmapped(names: tuple[str, ...]) -> bool:
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
-    """Refuse a predicate that may differ per replica: collectives in its branch would deadlock.
+    """Refuse a predicate that may differ per replica, as collectives in a branch would deadlock.
 
-    JAX itself accepts a predicate that varies.
+    JAX itself accepts a varying predicate.
     """
     over = sorted(varying(predicate))
     what = "the decision to run the inner transformation"
@@ -292,8 +292,8 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
 def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     """Refuse leaves that are not gradients, and gradients already summed over the replicas.
 
-    Only varying types show a sum, so summed gradients are accepted with ``check_vma=False``, under
-    ``pmap``, and where they are summed over FSDP shards.
+    Only varying types show that gradients were summed. So summed gradients are accepted with
+    ``check_vma=False``, under ``pmap``, and where gradients are summed over FSDP shards.
     """
     trees.require_gradients(grads, who)
     require_bound(names, who)
@@ -317,8 +317,8 @@ def local_params(params: Params, *, axis_name: AxisName | None = None) -> Params
 
     Differentiating a function of replicated params inside ``jax.shard_map`` sums the gradient over
     the replicas. Every boostax transformation with an ``axis_name`` expects the gradients *before*
-    that sum. Gradients with respect to the returned params are local, with checking on or off and
-    under ``pmap``.
+    that sum. Gradients with respect to the returned params are local, with ``check_vma`` on or off,
+    and under ``pmap``.
 
     Args:
       params: tree of arrays, equal on all replicas.
@@ -326,7 +326,7 @@ def local_params(params: Params, *, axis_name: AxisName | None = None) -> Params
         ``pmap``. ``None``: the axis of the surrounding step (``make_train_step``, ``on_mesh``).
 
     Returns:
-      The same arrays, typed as varying over the axes. Cost: none; it compiles to nothing.
+      The same arrays, with types that vary over the axes. Cost: none; the cast compiles to nothing.
 
     Raises:
       ValueError: an axis is not bound, or ``None`` outside of a step.

@@ -23,7 +23,7 @@ def is_sparse(node: object) -> bool:
 
 
 def dense(tree: PyTree, who: str) -> PyTree:
-    """Return the tree with a dense array in place of each ``BCOO`` of single rows."""
+    """Return the tree with a dense array in place of each ``BCOO`` of rows or elements."""
 
     def on_leaf(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
         if not is_sparse(x):

@@ -6,8 +6,9 @@ without an ``axis_name`` runs over the bound axis, and so does a gate around a r
 after the reduction gets gradients that are equal on all replicas, so this gate needs no axis. Each
 part reads the bound axis when the part is called, not when it is built.
 
-Some windows average the gradients of each call themselves (``averaged``). Inside such a window, a
-mean returns its input unchanged, other reductions are refused, and gates ignore ``axis_name``.
+Some windows average the gradients of each call over the replicas themselves (``Bound.averaged``).
+Inside such a window, a reduction by the mean returns its input unchanged, other reductions are
+refused, and gates ignore ``axis_name``.
 """
 
 import contextvars
@@ -56,8 +57,8 @@ def gate(factory: Factory) -> Factory:
 def _agreed(tx: Any, params: PyTree, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the bound axes over which parts inside reduce, as the ``init`` of each part reports.
 
-    This is no closure, because cloudpickle copies the variables of closures, and REDUCED cannot be
-    copied.
+    This function is not a closure, because cloudpickle copies the variables of a closure, and
+    ``REDUCED`` cannot be copied.
     """
     reduced = set[str]()
     with axes.during(REDUCED, reduced):
@@ -68,13 +69,13 @@ def _agreed(tx: Any, params: PyTree, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def called(factory: Callable[..., Extended], spec: Any, names: axes.AxisName | None) -> Extended:
-    """Call a factory with the same arguments and another ``axis_name``."""
+    """Call a factory with the arguments of ``spec``, but with another ``axis_name``."""
     new = inspect.BoundArguments(spec.signature, spec.arguments | {"axis_name": names})
     return factory(*new.args, **new.kwargs)
 
 
 def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
-    """Return a transformation that is chosen at each call, with the description of ``sample``."""
+    """Return a transformation that calls the result of ``pick``; ``sample`` has its description."""
     sampled = gate_of(sample)
 
     # A gate gets a ``Pending`` and the argument ``apply``; any other part gets gradients.

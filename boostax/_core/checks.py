@@ -30,7 +30,7 @@ _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_a
 def message(who: str, argument: str, allowed: str, got: object, hint: str) -> str:
     """Return a sentence that names the argument, the allowed values, the given value and a fix.
 
-    ``got`` is shown by ``repr``, but a string of several words is a description, shown without
+    ``got`` is shown by ``repr``. A string of several words is a description, and is shown without
     quotes.
     """
     shown = got if isinstance(got, str) and " " in got else repr(got)
@@ -77,7 +77,7 @@ def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> 
 
 
 def require_scalar(who: str, argument: str, value: object) -> None:
-    """Refuse an array with dimensions, because its one element would broadcast."""
+    """Refuse an array with dimensions, because an array of one element would broadcast."""
     shape = getattr(value, "shape", ())
     hint = f"{argument}.reshape(()) makes a scalar of one element, .sum() of more."
     require(not shape, who, argument, shape, "shaped ()", hint)
@@ -86,7 +86,7 @@ def require_scalar(who: str, argument: str, value: object) -> None:
 def number(
     who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
 ) -> Any:
-    """Require a finite real scalar that passes ``test``; only the shape of a tracer is checked."""
+    """Require a finite real scalar that passes ``test``; of a tracer, only the shape is checked."""
     require_scalar(who, argument, value)
     # Inside ``optax.inject_hyperparams``, the value is traced.
     if isinstance(value, Tracer):
@@ -102,7 +102,7 @@ def number(
 
 
 def choice(who: str, argument: str, value: Choice, allowed: Any, hint: str) -> Choice:
-    """Require a word of a ``Literal``, or of a tuple."""
+    """Require one of the values of a ``Literal``, or of a tuple."""
     allowed = get_args(allowed) or allowed
     words = " or ".join(repr(word) for word in allowed) or "left out"
     require(value in allowed, who, argument, value, words, hint)
@@ -120,8 +120,9 @@ def require(
 ) -> None:
     """Raise unless ``valid``, for rules that no other check covers; see ``message``.
 
-    A lambda of boostax for ``got`` or ``hint`` is called only for an error, because the names of
-    many leaves are slow to build. A function that a user passed is shown.
+    If ``got`` or ``hint`` is a lambda of boostax, the lambda is called only for an error, because
+    the names of many leaves are slow to build. Any other function is not called, but shown in the
+    message.
     """
     if not valid:
         texts: list[Any] = [got, hint]
@@ -142,7 +143,7 @@ def nearest(word: object, words: Iterable[str]) -> str:
 
 
 def absent(who: str, argument: str, value: object, allowed: str, hint: str) -> None:
-    """Require ``None`` for an argument that has no effect here."""
+    """Require ``None`` for an argument that would have no effect."""
     require(value is None, who, argument, value, allowed, hint)
 
 

@@ -4,11 +4,11 @@
 JAX treats a replicated array as one array, even if the devices' copies differ after a flipped bit
 or with another seed in one process. ``check_replicas`` and ``Checkpointer`` find such copies. Every
 device reduces the words of its copy to two sums mod 2**32, a plain sum and a sum weighted by odd
-numbers. Then the sums of all devices are compared. An odd factor is invertible, so one altered word
-always changes the weighted sum. Integer sums are exact in any order.
+numbers. Then the sums of all devices are compared. An odd factor is invertible mod 2**32, so one
+altered word always changes the weighted sum. Integer sums are exact in any order.
 
 Each device sends 8 bytes for each distinct sharding among the leaves. The sums of each leaf are
-sent only if these 8 bytes differ.
+sent only if these 8 bytes differ between devices.
 """
 
 import functools
@@ -79,7 +79,7 @@ def sums(leaves: Sequence[jax.Array]) -> jax.Array:
 def on_mesh(
     mesh: jax.sharding.Mesh, order: tuple[str, ...], specs: tuple[P, ...], extra: Sequence[int] = ()
 ) -> Callable[[list[jax.Array], jax.Array], Copies]:
-    """Return a function that compares leaves with these specs; its culprits are device indices."""
+    """Return a function that compares leaves of these specs; the culprits are device indices."""
     entries = [[x if isinstance(x, tuple) else (x,) for x in spec] for spec in specs]
     sharded = [frozenset(name for names in entry for name in names if name) for entry in entries]
     groups, kinds = classes(order, [mesh.shape[name] for name in order], sharded)
@@ -90,7 +90,7 @@ def on_mesh(
 def classes(
     order: tuple[str, ...], sizes: Sequence[int], sharded: Sequence[frozenset[str]]
 ) -> tuple[np.ndarray, list[int]]:
-    """Return ``groups`` and ``kinds`` of ``compared`` for leaves sharded over these axes."""
+    """Return ``groups`` and ``kinds`` for ``compared``, from the axes that shard each leaf."""
     positions = np.stack(np.unravel_index(np.arange(np.prod(sizes)), tuple(sizes)))
     kinds = list(dict.fromkeys([frozenset[str](), *sharded]))
     shards = [np.array([[name in kind] for name in order]) * positions for kind in kinds]
@@ -111,9 +111,9 @@ def compared(
     Args:
       leaves: the shards of this device.
       due: bool scalar, whether to compare now. Each device reads its own copy of ``due``, so a
-        device with another counter is found.
+        device with another count of calls is found.
       extra: numbers of this process, such as checksums of its program. In ``culprits`` these
-        numbers are before the leaves.
+        numbers precede the leaves.
       names: the axes of all devices.
       groups: ``[classes, devices]``; devices with the same number have copies of the same shard.
       kinds: the class of each leaf.

@@ -2,11 +2,12 @@
 """Compute the degree of homogeneity of each result of a program in some of its inputs.
 
 A loss scale multiplies every cotangent by ``s``, and the gradients are divided by ``s``. The two
-factors cancel if what lies between is homogeneous of degree 1: ``f(s g) = s f(g)`` for ``s > 0``.
-So each value of a program has a degree: 1 for a cotangent, and 0 for values that do not depend on
-cotangents. A product adds degrees, a square root halves a degree, and a sum has the degree that its
-terms share (``degrees.toml``). A clip at a fixed bound, noise and a division by a norm have no
-degree, or another degree than 1. Rounding relative to the largest element has degree 1.
+factors cancel if the computation between them is homogeneous of degree 1: ``f(s g) = s f(g)`` for
+``s > 0``. So each value of a program has a degree: 1 for a cotangent, and 0 for values that do not
+depend on cotangents. A product adds degrees, a square root halves a degree, and a sum has the
+degree that its terms share (``degrees.toml``). A clip at a fixed bound, noise and a division by a
+norm have no degree, or a degree other than 1. Rounding relative to the largest element is of degree
+1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LARGEST_GUARD = 1e-6
 
 @functools.cache
 def _kinds() -> Mapping[str, Degree]:
-    """Return the effect of each operation on degrees: a power, or a word of the table."""
+    """Return the effect of each operation on degrees: a power, or a keyword of ``degrees.toml``."""
     table = checks.table("boostax._core", "degrees")
     words = {kind: names.split() for kind, names in table.items() if kind != "powers"}
     return table["powers"] | {x: kind for kind, names in words.items() for x in names}
@@ -43,9 +44,10 @@ def degrees(
     known: Sequence[Degree],
     rule: Callable[..., list[Degree]] | None = None,
 ) -> list[Degree]:
-    """Return the degrees of the results; inputs after the ``known`` ones are cotangents.
+    """Return the degrees of the results.
 
-    ``rule(eqn, degrees)`` returns the degrees of the results of an equation, by default
+    The first inputs have the ``known`` degrees, and all further inputs are cotangents.
+    ``rule(eqn, degrees)`` returns the degrees of the results of an equation. The default rule is
     ``transfer``.
     """
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
@@ -56,7 +58,7 @@ def degrees(
 
 
 def is_inexact(x: PyTree) -> bool:
-    """Return whether an array is real or complex."""
+    """Return whether an array has a floating or complex dtype."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Descriptions of the parts of a chain: name, role, axes, parts inside, and extra arguments.
 
-In Optax, a transformation is two functions. They do not show which field has the state of an inner
-transformation, over which axes a part reduces, or how a part changes a gradient.
-``boostax.order`` reads descriptions for ``explain``, the rules of order, ``make_train_step`` and
-``migrate_state``.
+In Optax, a transformation is two functions. The functions do not show which field of a state
+belongs to an inner transformation, over which axes a part reduces, or how a part changes a
+gradient. ``boostax.order`` reads descriptions for ``explain``, the rules of order,
+``make_train_step`` and ``migrate_state``.
 
-Extra arguments of ``update`` are passed inwards. ``value`` is the loss: unscaled, the mean over the
-replicas. ``value_fn`` and ``obj_fn`` are the loss as a function of the params; a part that trains
-only some params, or coordinates, passes on a function of those params or coordinates. ``grad`` is
-the gradient of the loss, the mean over the replicas, with the same scale and projection as the
-gradients in the first argument: a part that multiplies, masks or projects the gradients must do the
-same to ``grad``. A window over several calls does not pass on ``value_fn``, ``obj_fn`` or ``grad``.
-``carried`` has the new values of ``carry`` by path.
+Extra arguments of ``update`` are passed inwards. ``value`` is the unscaled loss, averaged over the
+replicas. ``value_fn`` and ``obj_fn`` are the loss as a function of the params. A part that trains
+only some params, or coordinates, passes inwards a function of those params or coordinates. ``grad``
+is the gradient of the loss, averaged over the replicas, with the same scale and projection as the
+gradients in the first argument. So a part that multiplies, masks or projects the gradients must do
+the same to ``grad``. A window over several calls does not pass on ``value_fn``, ``obj_fn`` or
+``grad``. ``carried`` contains the new values of the leaves of ``carry``, by path.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Holds(NamedTuple):
 
     Attributes:
       bound: fields that have a meaning only together, so ``migrate_state`` keeps all or none of
-        these fields; ``()`` if each field has a meaning alone, ``None`` for moments and counts.
+        these fields; ``()`` if each field has a meaning by itself, ``None`` for moments and counts.
       opened: the field that counts the micro-steps in an open window.
       steps: the field with the number of steps that a schedule reads.
       scale: the field of the loss scale, or of the table of loss scales.
@@ -81,8 +81,8 @@ class Description:
       what: the first line of the factory's docstring.
       role: see ``Role``.
       axes: mesh axes over which the part reduces or agrees.
-      inner: transformations inside, each by the field of the state for its state.
-      lossy: whether values that are not sent are lost permanently.
+      inner: the inner transformations; the key of each is the name of the field with its state.
+      lossy: whether values that the part does not send are lost permanently.
     """
 
     name: str
@@ -102,7 +102,7 @@ def describe(
     what: str = "",
     lossy: bool = False,
 ) -> Callable[[Update], Update]:
-    """Describe a part by a decorator of its ``update``, or of a gate's ``step``.
+    """Describe a part by decorating its ``update``, or the ``step`` of a gate.
 
     ``explain``, the rules of order, ``make_train_step`` and ``migrate_state`` then treat the
     transformation like a part of boostax. The calls of ``update`` have ``boostax.<name>`` in the
@@ -117,9 +117,9 @@ def describe(
         ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``, ``"watch"``,
         ``"nothing"``; ``"unknown"`` is not checked.
       axes: mesh axes over which the part reduces or agrees.
-      inner: transformations inside, each by the field of the state for its state.
+      inner: the inner transformations; the key of each is the name of the field with its state.
       what: a summary; by default the first line of the factory's docstring.
-      lossy: whether values that are not sent are lost permanently.
+      lossy: whether values that the part does not send are lost permanently.
 
     Returns:
       The decorator. Cost: none; the compiled program is the same.
@@ -181,9 +181,9 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
     """Return the variants of a transformation; ``None`` if its step is compiled only once.
 
     A step is compiled once for each variant. The variants of ``scheduled_freeze`` are the numbers
-    of frozen groups: ``update`` gets a Python integer by the keyword ``depth``, and
-    ``own(state).next_variant()`` is the variant of the next call, an i32 scalar. A gate that only
-    watches, such as ``average_params``, has the variants of the transformation inside.
+    of frozen groups. Its ``update`` gets this number as a Python integer by the keyword ``depth``.
+    The ``next_variant()`` of its state is the variant of the next call, an i32 scalar. A gate of
+    the role ``"watch"``, such as ``average_params``, has the variants of the transformation inside.
     """
     description = getattr(tx.update, "description", None)
     if hasattr(tx.update, "step") and description and description.role == "watch":
@@ -192,7 +192,7 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
 
 
 def elsewhere(extra: Mapping[str, PyTree], place: Callable[[PyTree], PyTree]) -> dict[str, PyTree]:
-    """Return extra arguments whose functions accept converted params; ``place`` converts back."""
+    """Return extra arguments whose functions accept moved params, which ``place`` converts back."""
     functions = {x: extra[x] for x in ("value_fn", "obj_fn") if extra.get(x) is not None}
     moved = {x: functools.partial(lambda f, y: f(place(y)), fn) for x, fn in functions.items()}
     return {**extra, **moved}

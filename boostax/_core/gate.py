@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: one branch that runs the inner transformation, or returns old state.
+"""The gate: one branch that runs the inner transformation, or returns the old state.
 
-Measurements on the compilers for CPU, TPU and GPU decided its form (``docs/compilers.md``):
+Its form follows from measurements on the compilers for CPU, TPU and GPU (``docs/compilers.md``):
 
 * ``where`` needs the old and the new moments at once, so XLA cannot reuse a buffer. A branch around
   the update *and* its application lets XLA write donated buffers in place.
 * With ``lax.cond``, XLA:CPU copies pass-through operands unless the True branch does the work
-  (https://github.com/jax-ml/jax/issues/39449), and XLA:GPU unless the False branch does.
-  ``lax.switch`` on an int32 preserves the order of the branches, and no compiler copies.
+  (https://github.com/jax-ml/jax/issues/39449), and XLA:GPU copies them unless the False branch does
+  the work. ``lax.switch`` on an int32 preserves the order of the branches, and with it no compiler
+  copies these operands.
 * A pure ``update`` returns updates, so it needs one buffer of the size of the params.
 
-The ``update`` of a gated transformation is therefore an object with a ``step``, which can also
-apply the result. Nested gates pass ``apply`` inwards, so that only the innermost branch touches the
-params. Gradients pass inwards unchanged, together with the factors that multiply them later
-(``Pending``), because anything computed from a gradient before a branch is written to memory.
+The ``update`` of a gated transformation is therefore an object with a function ``step``, which can
+also apply the updates. Nested gates pass ``apply`` inwards, so that only the innermost branch
+touches the params. Gradients pass inwards unchanged, together with the factors that multiply them
+later (``Pending``), because anything computed from a gradient before a branch is written to memory.
 
 The state of a gate describes the last call by the methods of ``protocols.Gate``. A state in which
 gradients wait also has the method of ``protocols.Window``. The field ``applied`` of a gate, a bool,
 is the result of ``inner_ran()``: whether the last call ran the inner transformation. The field
-``skipped``, an i32, counts the calls since the start that did not run the transformation.
+``skipped``, an i32, counts the calls since the start that did not run the inner transformation.
 """
 
 import dataclasses
@@ -63,8 +64,8 @@ class Pending(NamedTuple):
     def value(self) -> PyTree:
         """Return the product in f32 or wider.
 
-        The gradients are multiplied, not divided: XLA:CPU does not repeat a division in each fusion
-        that reads the result, but writes a copy of all gradients.
+        The gradients are multiplied by reciprocals, not divided. XLA:CPU would not repeat a
+        division in each fusion that reads the result, but would write a copy of all gradients.
         """
         leaves, structure = jax.tree.flatten(trees.at_least_float32(self.raw))
         for i, g in enumerate(leaves):
@@ -76,9 +77,9 @@ class Pending(NamedTuple):
         """Return whether both the gradients and the sum of their squares are finite.
 
         Adam squares gradients and clipping sums the squares, so a finite f32 gradient of 1e25 makes
-        the second moment of Adam infinite forever. Below ``2**((maxexp - 32) / 2)`` (2**48 in f32)
-        the sum of up to 2**32 squares does not overflow. Sparse gradients are checked by their
-        data, before rows with the same index are added.
+        the second moment of Adam infinite forever. The sum of up to 2**32 squares does not overflow
+        if all magnitudes are below ``2**((maxexp - 32) / 2)``, which is 2**48 in f32. Sparse
+        gradients are checked by their data, before rows with the same index are added.
         """
         largest = norms.largest_magnitudes(self.raw)
         below = list[jax.Array]()
@@ -101,16 +102,17 @@ Flush = Callable[..., Stepped]
 class GatedUpdate:
     """The pure ``update`` of a gate, together with the gate's ``step`` and ``flush``.
 
-    Optax sees an ordinary function. Code that rebuilds the pair of ``init`` and ``update``
-    (``copy``, ``jax.tree.map``, Equinox, Keras) preserves the gate. Code that replaces ``update``
-    by another function (``optax.chain``, ``optax.masked``, ...) calls the pure ``update``, and
-    loses the gate. ``functools.wraps`` and ``jax.jit`` lose the gate too, because only the
-    attributes are copied.
+    For Optax, the object is an ordinary function. Code that rebuilds the pair of ``init`` and
+    ``update`` (``copy``, ``jax.tree.map``, Equinox, Keras) preserves the gate. Code that replaces
+    ``update`` by another function (``optax.chain``, ``optax.masked``, ...) calls the pure
+    ``update``, and loses the gate. ``functools.wraps`` and ``jax.jit`` lose the gate too, because
+    both copy only the attributes of the object.
 
     Attributes:
       step: see ``Step``.
       flush: see ``Flush``.
-      init: the ``init`` of the same transformation; an error compares a state with the first state.
+      init: the ``init`` of the same transformation; to explain an error, a state is compared with
+        the result of ``init``.
       description: the description that ``describe`` attached to ``step``.
     """
 
@@ -173,7 +175,7 @@ def refuse_gates(who: str, gates: Sequence[object]) -> None:
 def call(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
-    """Run the transformation inside a gate by its ``step``, or else by its ``update``.
+    """Run the transformation inside a gate by its ``step``, or without one by its ``update``.
 
     A transformation without a gate computes in f32 or wider for params of any dtype, so that
     moments and weight decay are not rounded.
@@ -189,7 +191,7 @@ def call(
 
 
 def sources(tx: Extended, params: PyTree) -> Stepped:
-    """Trace on which params and gradients each array of the new params and state depends.
+    """Return the params and gradients on which each array of the new params and state depends.
 
     The result has a set of numbers for each array. Params and gradients are numbered in the order
     of the leaves.
@@ -221,7 +223,7 @@ def flush_inner(tx: Extended, state: PyTree, params: PyTree, extra: Extra) -> St
 
 
 def flush_of(tx: Extended) -> Flush:
-    """Make the ``flush`` of a gate around ``tx`` for a gate that accumulates no gradients."""
+    """Make the ``flush`` of a gate around ``tx`` that accumulates no gradients itself."""
 
     def flush_fn(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
         waiting = held_open(state.inner_state)
@@ -244,7 +246,7 @@ def run_or_hold(
     who: str,
     names: tuple[str, ...] | None = None,
 ) -> Stepped:
-    """Run ``heavy()`` if the predicate is true; else return params, or zero updates, and state.
+    """Return ``heavy()`` if the predicate is true; else old params (or zero updates) and old state.
 
     Args:
       predicate: bool scalar, equal on all replicas.
@@ -255,8 +257,8 @@ def run_or_hold(
       apply: whether ``heavy`` returns params.
       who: the transformation's name, for errors.
       names: mesh axes over which the replicas agreed on the predicate, or over which the gradients
-        are local; ``()`` for a predicate of gradients without an axis; ``None`` for a predicate
-        that does not depend on gradients.
+        are local; ``()`` if the predicate depends on gradients and there is no axis; ``None`` if
+        the predicate does not depend on gradients.
     """
     axes.require_invariant(predicate, who)
     # The other branch must return values of the same types as ``heavy()``, which are known only
@@ -281,7 +283,7 @@ def run_or_hold(
 def skip_if_empty(ok: jax.Array, new: State, old: State, grads: Pending) -> tuple[jax.Array, State]:
     """Return ``ok`` and ``new``, or False and ``old`` if the loss counted no items.
 
-    The zero gradient of such a call is no evidence about a scale or a limit.
+    The zero gradient of such a call does not show whether a scale or a limit is right.
 
     Args:
       ok: bool scalar, whether the gate runs the inner transformation.
@@ -324,8 +326,9 @@ Branch = Callable[..., PyTree]
 def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) -> PyTree:
     """Run ``work(*operands)`` if the predicate is true, else ``hold(*operands)``, in place.
 
-    All branches that carry state are made here. ``work`` and ``hold`` must return the same types.
-    The branch is a ``lax.switch``, because a switch preserves the order of the branches.
+    This function makes all branches of boostax that carry state. ``work`` and ``hold`` must return
+    the same types. The branch is a ``lax.switch``, because a switch preserves the order of the
+    branches.
     """
     return jax.lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
 
@@ -333,8 +336,8 @@ def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) 
 def passed(state: PyTree) -> jax.Array:
     """Return whether the last call ran the innermost transformation, from the gates' states.
 
-    The flag of an inner gate is stale if an outer gate skipped the call. The outer flag is then
-    False, so the conjunction of all flags is still correct.
+    The answer ``inner_ran()`` of an inner gate is stale if an outer gate skipped the call. The
+    answer of the outer gate is then False, so the conjunction of all answers is still correct.
     """
     flags = [node.inner_ran() for node in gates_in(state)]
     return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
@@ -362,5 +365,5 @@ def counted(counter: jax.Array, happened: jax.Array) -> jax.Array:
 
 
 def flag(state: PyTree) -> jax.Array:
-    """Return ``applied``, as both methods of ``protocols.Gate`` do for a state with one flag."""
+    """Return ``applied``, which both methods of ``protocols.Gate`` return in many states."""
     return state.applied

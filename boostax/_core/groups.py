@@ -16,7 +16,7 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     """Return the group of each leaf, the ints 0, 1, ... without a gap, and the number of groups.
 
     Without params, as in ``optax.tree.map_params``, the number is read from ``groups``. If
-    ``groups`` is a function, the number is one that every schedule accepts.
+    ``groups`` is a function, the result is a number that every schedule accepts.
 
     Args:
       who: the name of the transformation, for errors.
@@ -72,7 +72,7 @@ class Labels:
 
 
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
-    """Return the label of each leaf, from a tree like the params or from its prefix."""
+    """Return the label of each leaf, from a tree like the params or a prefix of such a tree."""
     try:
         # JAX's error would print the params, and printing donated params fails, so zeros replace
         # them.
@@ -128,6 +128,6 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def few(names: list[str]) -> str:
-    """Return a text with the first names and the number of further names."""
+    """Return a text with the first few names and the number of the remaining names."""
     shown = ", ".join(repr(name) for name in names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

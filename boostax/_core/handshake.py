@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A handshake between scaled gradients and the scaler that divides them again.
 
-If a loss was not multiplied, the scaler would still divide the gradients, by 65536: training would
-stop, and no metric would show why. So code that multiplies a loss by a scale marks the scale, and a
-scaler checks during tracing that the scaler's *own* scale has a mark. A mark belongs to the
-identity of a tracer, ends with the trace, and adds nothing to the program.
+If the loss was not multiplied, the scaler would still divide the gradients by the scale, for
+example by 65536. Training would stop, and no metric would show why. So code that multiplies a loss
+by a scale marks the scale, and a scaler checks during tracing that the scaler's *own* scale has a
+mark. A mark is stored for the identity of a tracer, is deleted with the trace, and adds nothing to
+the program.
 
 Gradients from another ``jax.jit`` have no mark; ``assume_scaled`` adds a mark. Outside a trace
 nothing is checked, because gradients of a compiled function have no mark.
@@ -77,7 +78,7 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
 
 
 def scaled(opt_state: PyTree, *, crossed: bool = False) -> list[jax.Array]:
-    """Mark the scales in a state as read by a loss, and return them."""
+    """Mark the scales in a state as read by a loss, and return the scales."""
     scales = scales_in(opt_state)
     for mark, *_ in map(marks, scales):
         mark.loss = True
@@ -111,7 +112,7 @@ def scales_in(state: PyTree) -> list[jax.Array]:
 
 
 def marks(scale: object) -> list[Mark]:
-    """Return the mark of an array, or a new mark, then the marks of the traces around its trace.
+    """Return a list: the mark of an array, or a new mark, then all marks in the surrounding traces.
 
     A new mark is stored if the array is a tracer. If a new version of JAX hides the surrounding
     traces, more gradients are refused, and no gradient is wrongly accepted.

@@ -3,10 +3,10 @@
 
 A scaler divides gradients by the loss scale, so everything between the backward pass and the scaler
 must be homogeneous of degree 1 in the gradients (``degrees.py``): casts, products with constants
-and means over replicas are, and a clip, a weight decay or a sign is not. JAX names the equations of
-a backward pass, and keeps the equation that made each traced array until the trace ends. Nothing is
-refused where this cannot be read: outside a trace, for gradients of another ``jax.jit``, and for
-gradients that no backward pass of JAX computed.
+and means over replicas have degree 1, but a clip, a weight decay or a sign has not. JAX names the
+equations of a backward pass, and keeps the equation that made each traced array until the trace
+ends. Nothing is refused where these equations cannot be read: outside a trace, for gradients of
+another ``jax.jit``, and for gradients that no backward pass of JAX computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
     Args:
       who: the function that gets the gradients of a scaled loss.
       grads: gradients, traced or not.
-      params: params in the same trace, which a weight decay adds; or ``None``.
+      params: params in the same trace, which a weight decay may have added to the gradients; or
+        ``None``.
     """
     got = "gradients that were clipped, decayed or changed otherwise"
     allowed = "gradients of the backward pass, after casts, constant factors and means alone"
@@ -55,7 +56,7 @@ def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
 
 
 def _recorded(tree: PyTree) -> list[Any]:
-    """Return the arrays of recorded traces behind the traced arrays of a tree, but constants."""
+    """Return the recorded arrays behind the traced arrays of a tree, without the constants."""
     recorded = list[Any]()
     for x in jax.tree.leaves(tree):
         while isinstance(x, Tracer) and not hasattr(x, "parent"):
@@ -78,7 +79,7 @@ def _transfer(eqn: jaxprs.JaxprEqn, operands: list[degrees.Degree]) -> list[degr
 def _between(
     leaves: list[Any], constants: set[Any]
 ) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[Any]]:
-    """Return the equations after the backward pass, in order, its results, and other inputs."""
+    """Return the equations after the backward pass, the results of this pass, and other inputs."""
     eqns: list[jaxprs.JaxprEqn] = []
     inputs: dict[Any, bool] = {}
     seen: set[int] = set()

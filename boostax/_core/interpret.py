@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only interpreter of jaxprs: a table of equations with programs inside, and four walks.
+"""The only interpreter of jaxprs: a table of the equations that contain programs, and four walks.
 
 Code that reads or replays a jaxpr is a rule for one of the walks. Only this module uses JAX's
 names of calls, loops and branches, and maps the operands of an equation to the inputs of the
@@ -10,7 +10,7 @@ equation's *bodies*, which are the programs inside.
 - ``flow`` carries facts of a lattice forward through all bodies, to a fixed point in loops.
 - ``rewrite`` replaces equations in place, so that nothing is traced again.
 
-No walk skips an unknown equation. An equation with a body that is not in the table goes to the
+No walk skips an unknown equation. If an equation has a body and is not in the table, it goes to the
 caller's rule, which must assume that the body may do anything.
 """
 
@@ -90,7 +90,8 @@ def equations(
     Args:
       program: a program, or some equations.
       context: the context that is yielded with each equation of ``program``.
-      enter: ``enter(eqn, context)`` returns the contexts of the bodies; by default ``context``.
+      enter: ``enter(eqn, context)`` returns the contexts of the bodies; by default, all bodies have
+        the context of ``eqn``.
     """
     kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
     for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
@@ -115,9 +116,10 @@ def evaluate(
     Args:
       program: a traced program.
       args: its inputs, arrays or values that represent arrays.
-      rule: ``rule(eqn, operands)`` returns the results of an equation; ``replay`` is JAX's own.
+      rule: ``rule(eqn, operands)`` returns the results of an equation; the rule ``replay`` is JAX's
+        own evaluation.
       constant: ``constant(value, aval)`` returns the value that represents a constant.
-      inline: names in ``THROUGH`` of equations that are replaced by the equations' bodies.
+      inline: names, among those in ``THROUGH``, of equations that are replaced by their bodies.
     """
     jaxpr = program.jaxpr
     consts = [constant(x, var.aval) for x, var in zip(program.consts, jaxpr.constvars, strict=True)]
@@ -137,7 +139,7 @@ def evaluate(
 
 
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the results of an equation by JAX's own evaluation, with its names and contexts."""
+    """Return an equation's results by JAX's evaluation, with the equation's names and contexts."""
     name = jaxprs.gensym()
     # Literals become inputs, because the caller may pass other values in their place.
     args: list[jaxprs.Atom] = [name(atom.aval) for atom in eqn.invars]
@@ -183,12 +185,13 @@ def flow(
       program: a traced program.
       inputs: a fact for each of its inputs.
       transfer: ``transfer(eqn, facts)`` returns facts about the results of an equation without a
-        body, or with an unknown body, for which ``transfer`` must assume the worst. ``None`` joins
-        the operands' facts.
+        body, or with an unknown body, for which ``transfer`` must assume the worst. With ``None``,
+        the operands' facts are joined.
       join: ``join(facts)`` returns the fact about a value that is chosen among several values.
       nothing: the fact about constants.
-      once: evaluate each loop body once, without a fixed point, and ignore branch indices and loop
-        conditions. Otherwise, a loop ends only if ascending chains of facts are finite.
+      once: whether to evaluate each loop body once, without a fixed point, and to ignore branch
+        indices and loop conditions. With ``once=False``, the walk ends only if ascending chains of
+        facts are finite.
       constant: ``constant(value, aval)`` returns the fact about a constant; by default ``nothing``.
     """
 
@@ -228,7 +231,8 @@ def rewrite(value: Any, rule: Callable[[jaxprs.JaxprEqn], Eqns | None]) -> Any:
     """Replace equations in a program, or in programs among an equation's parameters.
 
     Args:
-      value: a program, open or closed, a tuple or list of programs, or anything else.
+      value: a program, open or closed; a tuple or list of programs; anything else is returned
+        unchanged.
       rule: ``rule(eqn)`` returns the equations that replace ``eqn``, or ``None`` to rewrite its
         bodies.
     """
@@ -253,9 +257,9 @@ def of_data(
 ) -> tuple[jaxprs.ClosedJaxpr, int]:
     """Trace ``fn(fixed, *args, **kwargs)``; return the program, and how many arrays ``data`` has.
 
-    The program's inputs are the leaves of ``fixed``, then the arrays in ``data``, a pair of
-    ``args`` and ``kwargs``. Leaves that are not arrays are passed unchanged. A ``data`` without an
-    array is refused.
+    ``data`` is a pair of ``args`` and ``kwargs``. The program's inputs are the leaves of ``fixed``,
+    then the arrays in ``data``. Leaves that are not arrays are passed unchanged. A ``data`` without
+    an array is refused.
     """
     leaves, treedef = jax.tree.flatten(data)
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's classes of jaxprs.
 
-The classes are loaded on first use, because ``jax.extend`` imports Pallas, which would need a third
-of the time of ``import boostax``. Write ``jaxprs.Literal``, and ``from __future__ import
-annotations`` where a signature names a class.
+The classes are loaded on first use, because ``jax.extend`` imports Pallas, which would take a third
+of the time of ``import boostax``. Refer to a class as ``jaxprs.Literal``, and write ``from
+__future__ import annotations`` in a module whose signatures name a class.
 
 JAX may change how it writes types and traced programs. Code that looks for an old name would then
-find nothing, and a check that finds nothing accepts everything. ``tests/test_proof.py`` reads small
-programs whose answer is known, on the oldest, the pinned and the newest JAX.
+find nothing, and a check that finds nothing accepts everything. So ``tests/test_proof.py`` reads
+small programs with known results, on the oldest, the pinned and the newest JAX.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain wrong arguments of a call: another chain's state, swapped, donated, not trainable.
+"""Explain wrong arguments of a call, such as the state of another chain or donated arrays.
 
 A state is compared with the result of ``init`` only after a call has failed. So the check costs
-nothing, and a state that works in another structure is accepted, such as ``None`` for an empty
-state.
+nothing in other calls. A state of another structure is accepted if the call works, for example
+``None`` in place of an empty state.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ _MOVES = "boostax.migrate_state(opt_state, tx, params) converts the state of ano
 def explaining(look: Callable[..., None], *args: PyTree, **kwargs: PyTree) -> Generator[None]:
     """Replace an error raised in this context by the error that ``look(*args, **kwargs)`` raises.
 
-    An error of boostax already names an argument, so it is replaced only by a ``TypeError``.
+    If the raised error is from boostax, it already names an argument. So only a ``TypeError``
+    replaces it.
     """
     try:
         yield

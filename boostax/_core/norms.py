@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over gradients: largest magnitudes, sums of squares, counts, finiteness.
 
-Each reduction reads its operand once and writes no array of the operand's size. For this, the
-compilers for CPU and TPU need different forms of a reduction.
+Each reduction reads its operand once and writes no array of the operand's size. The compilers for
+CPU and TPU need different forms of a reduction for this.
 """
 
 import functools
@@ -19,7 +19,7 @@ from boostax._core.types import PyTree
 
 # These reducers are functions of the module, so that JAX traces each reducer once for all leaves.
 def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Add two sums at once, as ``jax.lax.reduce`` requires."""
+    """Add two tuples of sums, as ``jax.lax.reduce`` of several operands requires."""
     return lax.add(a[0], b[0]), lax.add(a[1], b[1])
 
 
@@ -32,9 +32,9 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 
     A reduction of the leaf itself fuses with the operation that made the leaf. For an elementwise
     ``isfinite``, or a test of the unscaled gradient, XLA:CPU writes a temporary as large as a leaf.
-    A float maximum may lose NaN: on XLA:CPU an all-reduce of maxima of a sharded leaf does, and
-    on other backends the result is undefined. Leaves are widened because XLA:CPU needs twice as
-    long for f16 on a processor without f16 vectors.
+    A maximum of floats may lose a NaN: XLA:CPU loses it in the all-reduce that combines the maxima
+    of the shards of a leaf, and on other backends the result is undefined. Leaves are widened
+    because XLA:CPU needs twice as long for f16 on a processor without f16 vectors.
     """
     wide: list[jax.Array] = []
     for x in [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]:
@@ -48,12 +48,12 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 
 
 def _maxima(leaves: list[jax.Array], in_pairs: bool = False) -> list[jax.Array]:
-    """Return the largest magnitude of each leaf, also NaN.
+    """Return the largest magnitude of each leaf, or NaN if the leaf contains NaN.
 
     By default, magnitudes are compared as unsigned integers, in the order of floats with NaN last.
-    XLA:CPU would write these bits to memory. With ``in_pairs``, a joint reduction computes maximum
-    and minimum. XLA does not turn this reduction into an all-reduce, but gathers and compares the
-    results of all shards. A TPU would read a gradient twice for such a pair.
+    XLA:CPU would write these integers to memory. With ``in_pairs``, a joint reduction computes
+    maximum and minimum. XLA does not turn this reduction into an all-reduce, but gathers and
+    compares the results of all shards. A TPU would read a gradient twice for this reduction.
     """
     if not in_pairs:
         bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
@@ -65,17 +65,18 @@ def _maxima(leaves: list[jax.Array], in_pairs: bool = False) -> list[jax.Array]:
 
 
 def square_sums(leaves: Sequence[jax.Array], dtype: str | np.dtype = "float32") -> list[jax.Array]:
-    """Return for each gradient the sum of its squares in two units; ``root`` makes them a norm.
+    """Return the sum of squares of each gradient in two units, from which ``root`` computes a norm.
 
     In f32, the square of a number below 1e-19 is zero, and the square of a number above 1e19 is
-    infinite. The first sum is in a unit in which no sum of finite numbers overflows (up to 2**31
-    times the largest), so this sum is finite whenever all elements are finite. The second sum is in
-    a unit for usual gradients. Both units are powers of two, so scaling does not round. To sum over
-    leaves or replicas, add both sums.
+    infinite. The first sum is in a unit in which the squares of up to 2**31 finite numbers have a
+    finite sum. The second sum is in a unit for gradients of usual size. Both units are powers of
+    two, so scaling does not round. To combine leaves or replicas, add the first sums, and add the
+    second sums.
 
     Returns:
-      Arrays ``[2]`` in the widest dtype, ``dtype`` or wider; zeros if there are no leaves. Both
-      sums show NaN and infinities. Cost: one read of each leaf.
+      An array ``[2]`` for each leaf, in the widest dtype of the leaves, ``dtype`` or wider; one
+      array of zeros if there are no leaves. Both sums show NaN and infinities. Cost: one read of
+      each leaf.
     """
     wides = trees.at_least_float32(list(leaves))
     parts = [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in wides]
@@ -90,8 +91,9 @@ def _sums(leaves: list[list[jax.Array]], in_pairs: bool = False) -> list[jax.Arr
     """Return the two sums of squares of leaves, each given by its real and imaginary part.
 
     A TPU fuses two reductions with the operation that made the operand. With ``in_pairs``, one
-    reduction computes both sums, and XLA:CPU does not write out the operand. This reduction adds
-    term by term, so a plain sum, which rounds less, reduces the longest dimension.
+    reduction computes both sums, so XLA:CPU does not write the operand to memory. This reduction
+    adds term by term, which rounds more than a plain sum, so the longest dimension is reduced by a
+    plain sum.
     """
     sums: list[jax.Array] = []
     for parts in leaves:
@@ -108,7 +110,7 @@ def _sums(leaves: list[list[jax.Array]], in_pairs: bool = False) -> list[jax.Arr
 
 
 def _units(dtype: np.dtype) -> tuple[float, float]:
-    """Return the factors of elements in ``square_sums``: 2**-80 and 2**30 for f32."""
+    """Return the factors that multiply elements in ``square_sums``: 2**-80 and 2**30 for f32."""
     octaves = int(jnp.finfo(dtype).maxexp)
     return 2.0 ** (-5 * octaves // 8), 2.0 ** (15 * octaves // 64)
 

@@ -2,7 +2,8 @@
 """The placement of arrays on a mesh, and calls of per-replica code on global arrays.
 
 The file has four parts: ``Placement``, whose ``map_replicas`` calls per-replica code; the sharding
-of params and optimizer state; gathers of params; and calls that run outside of the ``vmap``.
+of params and optimizer state; gathers of params; and calls that run outside of the ``vmap`` of
+``map_replicas``.
 
 In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
 ...]``, sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
@@ -12,22 +13,22 @@ dimension, which XLA compiles to an all-reduce or a reduce-scatter. A predicate 
 replicas agreed is not batched, so a branch stays a branch. A reduction that sends more than sums
 runs outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
 
-An example of such a call has replica axes ``("host", "chip")`` of sizes 2 and 4, and a gradient
-with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip" inside a map over
-"host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps ``by_name``, the code of one
-replica, in a ``custom_vmap``, whose rule replaces the mapped code:
+An example of a call outside of the ``vmap`` has replica axes ``("host", "chip")`` of sizes 2 and 4,
+and a gradient with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip"
+inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps
+``by_name``, the code of one replica, in a ``custom_vmap``, whose rule replaces the mapped code:
 
-1. The map over "chip" calls its rule with ``Local.grads`` of shape ``[4, 5]``. The rule also adds a
+1. The map over "chip" calls the rule with ``Local.grads`` of shape ``[4, 5]``. The rule also adds a
    first dimension to state that is equal on all chips, and makes ``by_name`` a function of 4
    replicas by a ``vmap`` over "chip". The rule wraps this function for the next axis, "host", and
    calls the wrapped function.
-2. The map over "host" calls its rule with gradients of shape ``[2, 4, 5]``. No axis is left, so the
+2. The map over "host" calls the rule with gradients of shape ``[2, 4, 5]``. No axis is left, so the
    rule calls ``stacked``, which gets all replicas' arrays in one global call.
 3. ``stacked`` returns a tuple: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
    without dimensions of replicas. Each rule reports to JAX that only the state is mapped.
 
-Inside ``Placement.map_replicas`` the placement is a context variable, ``HERE``: ``jax.vmap``
-passes only arrays, and the mapped code calls transformations of other libraries.
+Inside ``Placement.map_replicas`` the placement is in the context variable ``HERE``, because
+``jax.vmap`` passes only arrays, and the mapped code calls transformations of other libraries.
 """
 
 import contextvars
@@ -57,7 +58,8 @@ HERE: contextvars.ContextVar["Placement | None"] = contextvars.ContextVar("here"
 def placed_here() -> "Placement | None":
     """Return the placement of the surrounding ``Placement.map_replicas``.
 
-    Closures must call this function, because a context variable in a closure cannot be pickled.
+    Closures must call this function instead of ``HERE.get``, because a context variable in a
+    closure cannot be pickled.
     """
     return HERE.get()
 
@@ -136,7 +138,7 @@ class Placement:
         return joined(self.reshaped(local, by_axis=False), common, results[-1])
 
     def reshaped(self, tree: PyTree, by_axis: bool) -> PyTree:
-        """Reshape stacked arrays, to one dimension per replica axis or one for all replicas."""
+        """Reshape stacked arrays to one dimension per replica axis, or to one dimension for all."""
         sizes = [self.mesh.shape[name] for name in self.names] if by_axis else [self.replicas]
         first = 1 if by_axis else len(self.names)
         return jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[first:]), tree)
@@ -158,7 +160,7 @@ class Placement:
     def pinned(self, fn: Call, specs: PyTree) -> Call:
         """Return ``fn`` with Auto axes inside, and with results of these specs.
 
-        On an Explicit mesh JAX cannot type code without shardings.
+        On an Explicit mesh, JAX cannot infer the types of code without shardings.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
             # The specs are a tree prefix of the results.
@@ -217,7 +219,7 @@ def settled(params: PyTree) -> PyTree:
 def _gathered(placement: Placement, params: PyTree) -> PyTree:
     """Gather new params that are sharded like an optimizer's state, one message per dtype.
 
-    The gather runs outside of the ``vmap``, like ``reduce/on_shards.py``.
+    The gather runs outside of the ``vmap``, like the reductions in ``reduce/on_shards.py``.
     """
     named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
@@ -266,8 +268,8 @@ def gathered(mesh: Mesh, names: tuple[str, ...], tree: PyTree, rows: P = P()) ->
 def seen(values: PyTree, check: Callable[[PyTree], None]) -> PyTree:
     """Return values unchanged; each surrounding ``jax.vmap`` that maps a value calls ``check``.
 
-    The argument of ``check`` is a tree of bools, which are True for values that differ. Inside the
-    branch of a gate, ``check`` is called when the branch's trace is mapped.
+    The argument of ``check`` is a tree of bools, which are True for values that differ per replica.
+    Inside the branch of a gate, ``check`` is called when ``jax.vmap`` maps the trace of the branch.
     """
     unchanged = custom_vmap(lambda values: values)
 
@@ -287,8 +289,8 @@ class Local(NamedTuple):
     Attributes:
       grads: a leaf that is equal on all replicas is refused.
       state: leaves may be equal on all replicas.
-      indices: the index of the replica on each axis, in a list. An index always differs, so
-        ``jax.vmap`` calls the rule even if nothing else differs.
+      indices: the index of the replica on each axis, in a list. The index always differs per
+        replica, so ``jax.vmap`` calls the rule even if nothing else differs.
     """
 
     grads: PyTree
@@ -309,7 +311,8 @@ def outside_vmap(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> 
     Args:
       names: the axes of the surrounding ``jax.vmap``, innermost first.
       by_name: code of one replica with named axes, which decides the types of the results.
-      stacked: code of all replicas; arguments that differ have a first dimension for each axis.
+      stacked: code of all replicas; arguments that differ per replica have a leading dimension for
+        each axis.
       who: the reduction, for errors.
     """
     name, *outer = names
@@ -336,7 +339,7 @@ def outside_vmap(names: Sequence[str], by_name: Run, stacked: Run, who: str) -> 
 
 
 def on_shared(placement: Placement, shared: PyTree, fn: Call, inside: Call, who: str) -> PyTree:
-    """Return ``fn(*shared)``, called outside of the ``vmap``; ``inside(*shared)`` has its types."""
+    """Return ``fn(*shared)``, called outside of the ``vmap``; ``inside`` returns the same types."""
     call = outside_vmap(
         placement.names[::-1],
         lambda local, shared: ((), (), inside(*shared)),

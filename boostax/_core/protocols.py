@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The questions that boostax asks the states of optimizers, each a ``typing.Protocol``.
 
-A state answers a question by methods of these names, and needs no base class. A state can be inside
-any Optax wrapper. ``trees.telling`` finds the states in a tree that answer a question. A class of
-states with a method of a nearly equal name is refused, because boostax would never call the method.
+A state answers a question by the methods of its protocol, and needs no base class. A state can be
+inside any Optax wrapper. ``trees.telling`` finds the states in a tree that answer a question. A
+class of states with a method of a nearly equal name is refused, because boostax would never call
+the method.
 """
 
 import difflib
@@ -22,7 +23,7 @@ class HasMetrics(Protocol):
     """Which scalars should a log contain?
 
     ``metrics()`` returns a dictionary from names to arrays, usually scalars. ``boostax.metrics``
-    asks, and numbers names that several states report. Example: ``AdasumState``.
+    asks this question, and numbers the names that several states report. Example: ``AdasumState``.
     """
 
     def metrics(self) -> dict[str, jax.Array]: ...
@@ -34,7 +35,7 @@ class Gate(Protocol):
     ``inner_ran()`` returns a bool scalar: whether the inner transformation ran. For a window, this
     means that the window closed and the result was applied. ``gradient_used()`` returns a bool
     scalar: whether the gradient was used by the inner transformation or added to a window. Outer
-    gates, the step and ``has_updated`` ask. Example: ``GateState``.
+    gates, the train step and ``has_updated`` ask this question. Example: ``GateState``.
     """
 
     def inner_ran(self) -> jax.Array: ...
@@ -44,8 +45,8 @@ class Gate(Protocol):
 class Window(Protocol):
     """Do gradients wait in an open window?
 
-    ``is_open()`` returns a bool scalar. ``flush`` asks, to close the window or to refuse a window
-    that it cannot reach. Example: ``AccumulateState``.
+    ``is_open()`` returns a bool scalar. ``flush`` asks this question, to close the window or to
+    refuse a window that ``flush`` cannot reach. Example: ``AccumulateState``.
     """
 
     def is_open(self) -> jax.Array: ...
@@ -54,9 +55,9 @@ class Window(Protocol):
 class Scaler(Protocol):
     """By which number is the loss multiplied?
 
-    ``scale`` is an f32 scalar. ``scale_array()`` returns the array of the state, f32 of any shape,
-    by whose identity a trace recognizes this scaler. ``loss_scale``, ``value_and_grad`` and the
-    check for scaled losses ask. Example: ``LossScaleState``.
+    ``scale`` is an f32 scalar. ``scale_array()`` returns an f32 array of the state, of any shape. A
+    trace recognizes the scaler by the identity of this array. ``loss_scale``, ``value_and_grad``
+    and the check for scaled losses ask this question. Example: ``LossScaleState``.
     """
 
     @property
@@ -68,7 +69,7 @@ class KeepsMasters(Protocol):
     """Which params does the optimizer compute with?
 
     ``master_params(params)`` returns a tree like ``params`` in f32, with the bits that the params
-    in low precision lack. ``average_params`` asks. Example: ``StoreState``.
+    in low precision lack. ``average_params`` asks this question. Example: ``StoreState``.
     """
 
     def master_params(self, params: types.PyTree) -> types.PyTree: ...
@@ -78,7 +79,7 @@ class OwnsParams(Protocol):
     """Does each replica have params of its own?
 
     ``owns_params()`` returns a Python bool. ``make_train_step``, ``on_mesh`` and
-    ``scheduled_freeze`` ask. Example: ``LocalUpdatesState``.
+    ``scheduled_freeze`` ask this question. Example: ``LocalUpdatesState``.
     """
 
     def owns_params(self) -> bool: ...
@@ -87,8 +88,8 @@ class OwnsParams(Protocol):
 class NeedsAllParams(Protocol):
     """Must every call of ``update`` get all params, frozen params too?
 
-    ``needs_all_params()`` returns a Python bool. ``scheduled_freeze`` asks, and refuses such a
-    state inside. Examples: ``AverageParamsState``, ``TrajectoryState``.
+    ``needs_all_params()`` returns a Python bool. ``scheduled_freeze`` asks this question, and
+    refuses such a state inside. Examples: ``AverageParamsState``, ``TrajectoryState``.
     """
 
     def needs_all_params(self) -> bool: ...
@@ -97,18 +98,18 @@ class NeedsAllParams(Protocol):
 class SumsGradients(Protocol):
     """Does a reduction sum the gradients of the replicas, instead of averaging the gradients?
 
-    ``sums_gradients()`` returns a Python bool. ``accumulate`` asks, because the window is then a
-    part of a sum. Example: ``SumState`` of ``all_reduce(op="sum")``.
+    ``sums_gradients()`` returns a Python bool. ``accumulate`` asks this question, because the
+    window's gradient is then a part of a sum. Example: ``SumState`` of ``all_reduce(op="sum")``.
     """
 
     def sums_gradients(self) -> bool: ...
 
 
 class HasSummedParts(Protocol):
-    """Of which parts must the sum over the replicas, not the mean, stay unchanged?
+    """For which parts must resharding preserve the sum over the replicas, not the mean?
 
     ``summed_parts()`` returns a list of the state's own ``PerReplica``. ``reshard_state`` and the
-    checkpointer ask. Example: ``AccumulateState``.
+    checkpointer ask this question. Example: ``AccumulateState``.
     """
 
     def summed_parts(self) -> list["PerReplica"]: ...
@@ -119,8 +120,8 @@ class HasDistributedItems(Protocol):
 
     ``distributed_items()`` returns pairs of a ``PerReplica`` of the state and a number of items, an
     int. The part's arrays are ``[replicas, slots, ...]``, and item ``i`` is in slot ``i % slots``
-    of replica ``i // slots``. ``reshard_state`` and the checkpointer ask.
-    Example: ``ByShapeState``.
+    of replica ``i // slots``. ``reshard_state`` and the checkpointer ask this question. Example:
+    ``ByShapeState``.
     """
 
     def distributed_items(self) -> list[tuple["PerReplica", int]]: ...
@@ -130,7 +131,7 @@ class HasServerParts(Protocol):
     """Which parts are equal on all devices of a server?
 
     ``server_parts()`` returns a list of the state's own ``PerReplica``. ``reshard_state(within=)``
-    asks. Example: ``AdasumDeltaState``.
+    asks this question. Example: ``AdasumDeltaState``.
     """
 
     def server_parts(self) -> list["PerReplica"]: ...
@@ -140,7 +141,7 @@ class ChoosesVariant(Protocol):
     """Which compiled variant of a step does the next call run?
 
     ``next_variant()`` returns an i32 scalar, the number of frozen groups. ``make_train_step`` and
-    ``migrate_state`` ask. Example: ``ScheduledFreezeState``.
+    ``migrate_state`` ask this question. Example: ``ScheduledFreezeState``.
     """
 
     def next_variant(self) -> jax.Array: ...
@@ -168,7 +169,7 @@ def yes(state: object) -> bool:
 
 @functools.cache
 def answers(kind: type, question: type) -> bool:
-    """Return whether a class of nodes answers a question; refuse methods that are nearly right."""
+    """Return whether a class of nodes answers a question; refuse methods of a nearly equal name."""
     is_answer = METHODS[question] <= _methods(kind)
     # A class with ``__call__`` is a module of the model, whose methods may have any names.
     if not {"_fields", "__dataclass_fields__"} & {*dir(kind)} or "__call__" in dir(kind):

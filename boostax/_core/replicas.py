@@ -53,7 +53,7 @@ is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
 
 def distributed_items(opt_state: PyTree) -> dict[int, int]:
-    """Return the numbers of items by the part's ``id``; see ``protocols.HasDistributedItems``."""
+    """Return the number of items by the ``id`` of a part; see ``protocols.HasDistributedItems``."""
     states = trees.telling(opt_state, protocols.HasDistributedItems)
     return {id(part): items for state in states for part, items in state.distributed_items()}
 
@@ -96,7 +96,7 @@ def _local_arrays(state: PyTree) -> Iterator[tuple[KeyPath, jax.Array]]:
 
 
 def require_like(who: str, what: str, arrays: PyTree, grads: PyTree) -> None:
-    """Refuse a state whose arrays would broadcast, because the gradients have other shapes."""
+    """Refuse a state whose arrays have other shapes than the gradients, and would broadcast."""
     hint = "For one replica, use boostax.states.enter_replica(state); for all, stack_replicas."
     if any(map(is_per_replica, jax.tree.leaves(grads, is_leaf=is_per_replica))):
         hint = f"Put {who} inside on_mesh: on_mesh({who}(chain(...)), params)."
@@ -117,7 +117,7 @@ def stack_replicas(opt_state: PyTree, replicas: int) -> PyTree:
       replicas: the number of replicas, the size of the replica axis.
 
     Returns:
-      The state for the outside of a mapped function: every array inside a ``PerReplica`` has shape
+      The state for use outside a mapped function: every array inside a ``PerReplica`` has shape
       ``(replicas, *shape)``; all other arrays are unchanged. The matrices of ``by_shape`` are
       distributed over the replicas.
 
@@ -204,7 +204,7 @@ def specs_like(
 
 
 def shared_by(spec: P, shape: tuple[int, ...], names: tuple[str, ...], replicas: int) -> P:
-    """Shard the first unsharded dimension that the number of replicas divides; none for 0."""
+    """Shard the first unsharded dimension that is a multiple of ``replicas``, unless that is 0."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     pairs = zip(entries, shape, strict=True) if replicas and spec == without(spec, names) else ()
     for i, (entry, size) in enumerate(pairs):
@@ -229,16 +229,17 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
 
     .. math:: \tfrac1m \sum_{j=1}^{m} y_j = \tfrac1n \sum_{i=1}^{n} x_i
 
-    So twice as many replicas get copies of each state, and half as many get means of neighbours.
-    Arrays that are summed over the replicas (an open window with ``normalize="weight"``, or before
-    ``all_reduce(op="sum")``) are also multiplied by ``n / m``, so that their sum is unchanged. A
-    new replica copies integers, booleans and PRNG keys of the old replica that covers the start of
-    the new replica's interval. Arrays outside a ``PerReplica`` are unchanged. The matrices of
-    ``by_shape`` are distributed to the new replicas, without rounding.
+    So if the number of replicas doubles, each state is copied to two replicas; if the number
+    halves, each new replica gets the mean of two neighbours. Arrays that are summed over the
+    replicas (in an open window with ``normalize="weight"``, or before ``all_reduce(op="sum")``) are
+    also multiplied by ``n / m``, so that their sum is unchanged. A new replica copies integers,
+    booleans and PRNG keys from the old replica whose interval contains the start of the new
+    replica's interval. Arrays outside a ``PerReplica`` are unchanged. The matrices of ``by_shape``
+    are distributed over the new replicas, and are not rounded.
 
-    Your own state class returns the ``PerReplica`` parts whose sum must not change from a method
-    ``summed_parts()``. A reduction by ``jax.lax.psum`` is not recognised: close a window around
-    this reduction before you change the number of replicas.
+    In your own state class, a method ``summed_parts()`` returns the ``PerReplica`` parts whose sum
+    must not change. A reduction by ``jax.lax.psum`` is not recognised. Close a window around such a
+    reduction before you change the number of replicas.
 
     Args:
       state: an optimizer state (also of an NNX optimizer) or a ``TrainState``, outside a mapped
@@ -246,7 +247,7 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
         inside a window.
       replicas: the new number of replicas.
       within: the new number of devices per server, for ``adasum_delta(within=...)``, whose state is
-        equal on all devices of a server. Each server gets the mean over its interval.
+        equal on all devices of a server. Each server gets the mean over the server's interval.
 
     Returns:
       The same tree, with per-replica arrays of shape ``(replicas, *shape)``. Place the result with

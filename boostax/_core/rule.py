@@ -55,14 +55,15 @@ def gate(
       inner: the optimizer.
       rule: ``rule(grads, rule_state, params) -> (run, rule_state)``. ``grads`` is a ``Pending``;
         the gradients are ``grads.value()``, in f32 or wider. ``run`` is a bool scalar, and the
-        types of ``rule_state`` must not change. With ``axis_name``, the gradients are local, and
-        the step runs only if ``run`` is True on every replica; ``rule_state`` must be equal on all
-        replicas.
-      init: makes the first state of the rule from the params.
+        types of ``rule_state`` must not change. With ``axis_name``, the gradients are local,
+        ``rule_state`` must be equal on all replicas, and the step runs only if ``run`` is True on
+        every replica.
+      init: a function that makes the first state of the rule from the params.
       axis_name: mesh axis or axes over which a part inside reduces; needed with local gradients.
-        With ``None``, a train step supplies its own axis if a part inside reduces; elsewhere there
-        is no axis.
-      name: the transformation's name in errors, traces and ``explain``; by default the rule's.
+        With ``None``, a train step supplies its own axis if a part inside reduces; outside a train
+        step, no axis is used.
+      name: the transformation's name in errors, traces and ``explain``; by default the name of the
+        rule.
 
     Returns:
       A transformation with a ``GateState``. Cost: the rule and its state, and 5 bytes of state; an

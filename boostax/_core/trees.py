@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees of arrays: dtypes, paths, states in a tree, and leaves without gradients.
 
-The constants of a model are its activation functions, names and untraced numbers.
+In this module, the constants of a model are its activation functions, names and untraced numbers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def buffer_dtype(x: PyTree, narrow: np.dtype) -> np.dtype:
 
 
 def buffers(params: PyTree, narrow: np.dtype, size: int | None = None) -> PyTree:
-    """Return zeros shaped and sharded like the params in ``buffer_dtype``, or ``size`` of each."""
+    """Return zeros like the params in ``buffer_dtype``, or stacks of ``size`` such zeros."""
     leaves, structure = jax.tree.flatten(params)
     for i, p in enumerate(leaves):
         leaves[i] = jnp.zeros_like(p, dtype=buffer_dtype(p, narrow))
@@ -133,7 +133,8 @@ def is_number(x: object) -> bool:
 def masked(tree: PyTree, active: PyTree) -> PyTree:
     """Replace every leaf that is not active by ``optax.MaskedNode``.
 
-    ``active`` is a tree of bools like ``tree``, which may contain ``MaskedNode``.
+    ``active`` has the structure of ``tree``, with a bool for each leaf. Both may contain
+    ``MaskedNode``, in the same places.
     """
     return jax.tree.map(lambda keep, x: x if keep else optax.MaskedNode(), active, tree)
 
@@ -220,16 +221,17 @@ def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) ->
 
 
 def telling(tree: PyTree, question: type[types.State]) -> list[types.State]:
-    """Return the states that answer a question of ``protocols``, each before those inside it.
+    """Return the states that answer a question of ``protocols``, outer states before inner states.
 
     Raises:
-      TypeError: the tree contains a state whose methods are nearly those of a question.
+      TypeError: the tree contains a state with a method whose name is nearly that of a question's
+        method.
     """
     return find(tree, lambda node: protocols.answers(type(node), question))
 
 
 def nodes(tree: PyTree) -> list[PyTree]:
-    """Return every node of a tree except ``None``, each before the nodes inside it.
+    """Return every node of a tree except ``None``, outer nodes before inner nodes.
 
     The first of two nested states is the outer state, because a chain does not reorder its parts.
     NNX variables are replaced by their arrays; see ``arrays``.
@@ -265,7 +267,10 @@ def _is_variable(node: object) -> bool:
 
 
 class Replay(NamedTuple):
-    """The traced program of a function; a call evaluates it on arguments of the same types."""
+    """The traced program of a function.
+
+    A call evaluates the program on arguments of the traced types.
+    """
 
     program: jaxprs.ClosedJaxpr
     structure: Structure
@@ -289,7 +294,7 @@ class _Aside:
     """A node without leaves that hides a constant from JAX.
 
     Attributes:
-      number: the ``id`` of the constant; nodes of the same object are equal.
+      number: the ``id`` of the constant; nodes that hide the same object are equal.
       leaf: the constant.
     """
 
@@ -332,7 +337,7 @@ def restored(params: PyTree) -> PyTree:
 
 
 def without_gradient(grads: PyTree, active: PyTree) -> PyTree:
-    """Replace hidden constants by ``None``, or by ``optax.MaskedNode`` if they are not active.
+    """Replace hidden constants by ``None``, or by ``optax.MaskedNode`` where ``active`` is False.
 
     Args:
       grads: a tree like the result of ``aside``.
@@ -351,15 +356,15 @@ def put_back(new: PyTree, params: PyTree) -> PyTree:
 
 
 class Pruning(NamedTuple):
-    """The positions of the leaves of a smaller state, for some params, in the state for all params.
+    """The positions of the leaves of a state for some params among the leaves for all params.
 
-    ``init`` is called with all params and with some params. State leaves that are missing in the
-    second state belong to the missing params. This works for every wrapper, and for state leaves of
-    any shape.
+    ``init`` is called with all params, and with some params. Leaves of the first state that are
+    missing in the second state belong to the other params. This method works for every wrapper, and
+    for state leaves of any shape.
 
     Attributes:
-      full: structure of the larger state.
-      part: structure of the smaller state.
+      full: structure of the larger state, for all params.
+      part: structure of the smaller state, for some params.
       places: for each leaf of the smaller state, its index among the leaves of the larger state.
     """
 

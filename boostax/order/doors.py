@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse or warn of wrong order wherever boostax gets a chain or its state.
+"""Refuse a wrong order of parts, or warn of it, wherever boostax gets a chain or its state.
 
 Optax is not patched, so each function of boostax checks what it gets. A chain is read part by part.
-The state of a chain has the states of its parts in their order. A finding is refused if every run
-goes wrong, and otherwise reported by one warning.
+The state of a chain has the states of the parts, in the order of the parts. A chain is refused if a
+finding makes every run wrong. Any other finding is reported by one warning.
 """
 
 import re
@@ -66,7 +66,7 @@ def _known(
 
 
 def _report(who: str, argument: str, new: Iterable[Finding], structure: PyTree) -> None:
-    """Raise on the first certain finding; warn of the others, in a loop once per ``structure``."""
+    """Raise the first certain finding; warn of other findings, in a loop once per ``structure``."""
     for item in sorted(new, key=lambda x: not x.certain):
         if item.certain:
             allowed = "a chain whose parts fit each other" + " and the step" * (structure is None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find parts of a chain in a wrong order or with a wrong setting, by ``orders.toml``."""
+"""Find parts of a chain in a wrong order or with a wrong setting, as ``orders.toml`` lists them."""
 
 import functools
 import itertools
@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> list[Finding]:
     """Return all findings of a chain, and of a step around the chain.
 
-    ``bound`` is whether a caller binds an axis for gates without an ``axis_name``.
+    ``bound`` is whether the caller binds an axis for gates without an ``axis_name``.
     """
     listed = [*orders(parts, bound or (step is not None and bool(step.names)))]
     listed += directions(parts)
@@ -58,7 +58,7 @@ def orders(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
 
 @functools.cache
 def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
-    """Return the texts for a part ``"after"`` or ``"inside"`` another part, by both roles."""
+    """Return the texts for a part ``"after"`` or ``"inside"`` another part, by the two roles."""
     texts: dict[tuple[str, str], tuple[str, str, bool]] = {}
     several = table()["several"]
     for group in checks.table("boostax.order", "orders")[where]:
@@ -92,7 +92,7 @@ def finding(setting: str, **names: str) -> Finding:
 def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
     """Yield wrong settings of single parts.
 
-    ``bound`` is the axis that a step binds for gates without an ``axis_name``.
+    ``bound`` is whether a step binds an axis for gates without an ``axis_name``.
     """
     for row in parts:
         name = row.part.name
@@ -141,7 +141,8 @@ def directions(parts: Sequence[Row]) -> Iterator[Finding]:
 def scales(tx: optax.GradientTransformation) -> bool:
     """Return whether a chain has a loss scale other than a constant 1.
 
-    With carried leaves the result is False, because the leaves may depend on scaled cotangents.
+    With a ``carry`` in the chain the result is False, because carried leaves may depend on scaled
+    cotangents.
     """
     parts = rows(read(tx))
     scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in parts)
@@ -149,7 +150,7 @@ def scales(tx: optax.GradientTransformation) -> bool:
 
 
 def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:
-    """Yield findings for parts that a step needs and its chain lacks."""
+    """Yield findings for parts that a step needs and that the step's chain lacks."""
     scales = any(row.role == "scaler" for row in parts)
     if step.policy is not None and step.policy.compute_dtype == jnp.float16 and not scales:
         yield finding("half_without_scaler")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the parts of a transformation and their roles, in the order that a gradient passes them.
 
-A described transformation (``boostax.describe``) names its own parts. Optax's combinators are read
-from the closures of their functions, by the name of the factory that made them. The parts inside
-any other transformation are unknown.
+A described transformation (``boostax.describe``) names its own parts. A combinator of Optax is
+recognized by the name of its ``update``, and the parts inside are read from the closure of
+``update``. The parts inside any other transformation are unknown.
 
 The role of a part is its effect on a gradient, which decides its position in a chain. The roles are
 listed in ``_core/describe.py``; Optax's transformations have these further roles:
@@ -60,7 +60,7 @@ class Part:
       package: the package of the factory, if the transformation has no description.
       what: the first line of the factory's docstring.
       description: the description of the transformation, if there is one.
-      settings: the values in the closure of its ``update``.
+      settings: the values in the closure of the transformation's ``update``.
       inner: the parts inside.
       parallel: whether the parts inside work in parallel, not in sequence.
     """
@@ -141,7 +141,8 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
 def _injected(values: Mapping[str, Any]) -> object:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
-    Optax reads the numbers from the state; here each number is the default, or 1.
+    Optax reads the numbers from the state. In the transformation made here, each number is the
+    default, or 1.
     """
     arguments = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:
@@ -155,7 +156,7 @@ def _injected(values: Mapping[str, Any]) -> object:
 
 
 def of_state(state: PyTree) -> Part:
-    """Return the parts of a chain as its state shows them; a part without a state is unknown.
+    """Return the parts of a chain, read from the chain's state; a part without a state is unknown.
 
     The state of a chain is a tuple of its parts' states. The state of a part is a ``NamedTuple``:
     its class names the factory, and its fields contain the states of the parts inside.
@@ -191,7 +192,7 @@ def role(part: Part) -> str:
 
 
 def sign(part: Part) -> float:
-    """Return the sign by which a part multiplies its input; NaN if it is unknown."""
+    """Return the sign by which a part multiplies its input; NaN if the sign is unknown."""
     kind = role(part)
     factor: Any = 1
     if kind == UNKNOWN:
@@ -224,8 +225,9 @@ class Row:
     Attributes:
       part: the part.
       role: its effect on a gradient; see the top of this file.
-      holders: the rows around the part, outermost first, without parts that only combine.
-      wrappers: the number of parts around the part, with those that only combine.
+      holders: the rows around the part, outermost first, without parts that only combine other
+        parts.
+      wrappers: the number of parts around the part, including parts that only combine other parts.
       sides: for each partition around the part, the partition and the label of the part.
       masks: the names of the wrappers that pass only some of the params, outermost first.
     """
@@ -244,7 +246,7 @@ class Row:
 
 
 def rows(part: Part) -> list[Row]:
-    """List all parts, outer parts first; parts that only combine are left out."""
+    """List all parts, outer parts first, without parts that only combine other parts."""
     listed: list[Row] = []
 
     def visit(row: Row) -> None:

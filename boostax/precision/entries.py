@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change one leaf, element by element, by one primitive that is lowered for each compiler.
+"""Change one leaf, element by element, with one primitive that has a lowering for each compiler.
 
 In the program of such a leaf, each element of a result depends on one element of each array, on
-scalars, and on the scales of its block. One pass over the leaf computes the scales, and a second
-pass computes all results from the stored arrays. So no f32 array is written to memory.
+scalars, and on the scales of the element's block. One pass over the leaf computes the scales, and a
+second pass computes all results from the stored arrays. So no f32 array is written to memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def play(
 def _on_blocks(
     program: jaxprs.ClosedJaxpr, operands: Sequence[jax.Array], known: Sequence[jax.Array] = ()
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the results on arrays cut in blocks, and the scales unless scales are ``known``."""
+    """Return the results on arrays cut into blocks, and the scales, unless they are ``known``."""
     shape, inside = formats.blocked(shape_of(program))
     outside = [dim for dim in range(len(shape)) if dim not in inside]
     n = len(outside)
@@ -129,8 +129,8 @@ def _in_two_passes(
 ) -> list[jax.Array]:
     """Compute the scales in one pass over the leaf, and all results in a second pass.
 
-    With ``loop``, both passes are the only iteration of a loop, which writes in place, so the leaf
-    is finished before the next leaf starts. Without the loop, XLA:CPU starts the operations of all
+    With ``loop``, both passes are in a loop of one iteration. The loop writes in place, and ends
+    before the loop of the next leaf starts. Without the loop, XLA:CPU starts the operations of all
     leaves, and frees no temporary until all leaves are written.
     """
     count = len(program.jaxpr.outvars)
@@ -170,7 +170,7 @@ def _on_tpu(
 ) -> Any:
     """Compute in a kernel on one device, or on the shards of a known mesh; otherwise in a branch.
 
-    XLA cannot partition a kernel.
+    If the mesh is unknown, a branch is needed, because XLA cannot partition a kernel.
     """
     from boostax.precision import kernel
 
@@ -204,8 +204,9 @@ def primitive() -> Any:
     """Make the primitive of elementwise programs when it is first used.
 
     ``bind(always, *operands, program=, sharding=)`` returns the results, written into the buffers
-    of the first operands. ``always`` is True, but not a constant. ``program`` is the program of a
-    leaf, and ``sharding`` is the mesh and the spec of the leaf, or ``None`` if unknown.
+    of the first operands. ``always`` is an array that is True, but not a constant of the program.
+    ``program`` is the program of a leaf, and ``sharding`` is the mesh and the spec of the leaf, or
+    ``None`` if unknown.
     """
     # Loading this module is slow, so ``import boostax`` does not load it.
     from jax.extend.core import Primitive

@@ -93,7 +93,7 @@ def nearest(x: jax.Array) -> jax.Array:
 
 
 def remainder(x: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the bits of f32 ``x`` minus the bits of ``high``, as i16; 0 if i16 is too narrow."""
+    """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 for a too large result."""
     distance = _bits(x) - _bits(high.astype(jnp.float32))
     return jnp.where((distance >= -_HALF) & (distance < _HALF), distance, 0).astype(jnp.int16)
 
@@ -104,11 +104,11 @@ def joined(high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a block: complete dimensions, and a divisor of one dimension's size.
+    """Return the shape of a block; each size divides the size of the array's dimension.
 
     If ``BLOCK`` divides the last dimension, a block has ``BLOCK`` elements of this dimension, like
     a TPU vector. Otherwise a block has at least ``BLOCK`` elements, as few as possible, and the
-    second to last dimension is cut first. All blocks of an array have the same shape.
+    second to last dimension is the first to be cut. All blocks of an array have the same shape.
     """
     dims = list(reversed(range(len(shape))))
     block = [1] * len(shape)
@@ -129,7 +129,7 @@ def scales_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def blocked(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of an array cut in blocks, and the dimensions inside a block.
+    """Return the shape of an array that is cut into blocks, and the dimensions inside a block.
 
     The shape of an array ``[a, b]`` with blocks ``(1, q)`` is ``[a, b / q, q]``.
     """
@@ -177,11 +177,12 @@ def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
     """Encode each element as zero or as a level of its block.
 
     Each octave has six equally spaced levels, so the bits of f32 determine the level, and the
-    remainder is the probability of rounding up. The code of a level is its number, and the level of
-    the scale has number 1. Numbers reach 127 next to a sign bit, or 253 in a block without signs.
-    In a block without signs, such as second moments, a nonzero value below the lowest level is
-    rounded up to that level, never to zero, because optimizers divide by second moments. If an
-    element of a block is not finite, the scale of the block is not finite.
+    remainder is the probability of rounding up. The code of an element is the number of its level.
+    The level that equals the scale has the number 1. Numbers reach 127 if the code has a sign bit,
+    or 253 in a block without signs. In a block without signs, such as second moments, a nonzero
+    value below the lowest level is rounded up to that level, never to zero, because optimizers
+    divide by second moments. If an element of a block is not finite, the scale of the block is not
+    finite.
     """
     lowest = _bits(scales)
     bits = _bits(x)
@@ -288,7 +289,7 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
 
 @functools.cache
 def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
-    """Return a step on complete arrays, a call whose name in programs is a key of ``CODECS``."""
+    """Return a step on complete arrays, which programs call by its name, a key of ``CODECS``."""
     form = FORMATS[kind]
     factor = int32(zlib.crc32(salt.encode()) | 1)
 

@@ -13,7 +13,7 @@ s_i``, a power of two, which is exact. The forward pass is unchanged.
 References:
   ``mindspore.boost.GroupLossScaleManager``, MindSpore 2.10, has the same factors, and the same
   ratio of scales at a boundary. MindSpore unscales by the scale *after* the update, and has no
-  floors or ceilings. Zhao et al., Adaptive Loss Scaling for Mixed Precision Training,
+  smallest or largest scale. Zhao et al., Adaptive Loss Scaling for Mixed Precision Training,
   https://arxiv.org/abs/1910.12385, 2019: scales per layer.
 """
 
@@ -72,7 +72,7 @@ class GroupLossScaleState(NamedTuple):
 
     @property
     def scales(self) -> jax.Array:
-        """Return the scale of each group, f32 ``[G]``: its entry, rounded down to a power of 2."""
+        """Return the groups' scales, f32 ``[G]``: the entries, rounded down to powers of two."""
         # The bits of the fraction are cleared, because log2 and exp2 are not exact on every device.
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
@@ -93,7 +93,7 @@ class GroupLossScaleState(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """The arguments by which the table is updated; see ``group_loss_scale``."""
+    """The arguments that decide how the table is updated; see ``group_loss_scale``."""
 
     growth: float
     backoff: float
@@ -113,7 +113,7 @@ def _next(
       rule: the factors and their limits.
       present: bool ``[G]``, whether the group has gradients in this step (a frozen group has none).
       bad: bool ``[G]``, whether a gradient of the group, or its square, is not finite.
-      largest: f32 ``[G]``, the largest unscaled magnitude; 0 where bad.
+      largest: f32 ``[G]``, the largest unscaled magnitude; 0 where ``bad`` is True.
     """
     numbers = jnp.arange(state.table.shape[-1])
     blamed = jnp.max(jnp.where(bad, numbers, -1))
@@ -191,12 +191,13 @@ def group_loss_scale(
       t_k \leftarrow \min(t_k \cdot \text{growth}, \text{max}) \text{ if } g_k \text{ is finite},
       \qquad t_b \leftarrow \max(t_b \cdot \text{backoff}, \text{min}).
 
-    Any overflow skips the complete step, bit for bit. The backward pass carries an infinity or a
-    NaN from a group to all earlier groups, so the *last* group whose gradients are not finite is
-    blamed. The entries of earlier groups remain unchanged, because the gradients of these groups
-    are no evidence, and the entries of later groups grow. The cotangent of an activation can
-    overflow although all gradients of its group are finite. So after every eight skips in a row,
-    the scale of one more group, the next towards the loss, is also lowered.
+    An overflow in any group skips the complete step: params and the state of ``inner`` keep their
+    bits. The backward pass carries an infinity or a NaN from a group to all earlier groups, so the
+    *last* group whose gradients are not finite is blamed. The entries of later groups grow. The
+    entries of earlier groups remain unchanged, because the gradients of these groups do not show
+    whether their scales are too large. The cotangent of an activation can overflow although all
+    gradients of its group are finite. So after every eight skips in a row, the scale of one more
+    group, the next towards the loss, is also lowered.
 
     ``overflow="each"`` is MindSpore's rule: the scale of every group with non-finite gradients is
     lowered, and all other scales grow.
@@ -215,7 +216,7 @@ def group_loss_scale(
         ``boostax.scheduled_freeze``, pass a tree of ints like the params
         (``boostax.freeze.prefix_groups``), a list of patterns, or a function of path and leaf.
       init_scale: initial entries of the table: one number for all groups, or one number per group.
-      growth_factor: > 1, per clean step.
+      growth_factor: > 1, per step without overflow.
       backoff_factor: in (0, 1), per overflow.
       min_scale: from 2**-60.
       max_scale: up to 2**60. If gradients vanish towards the first layers, early groups need more
@@ -224,11 +225,11 @@ def group_loss_scale(
         lowers the scales of all groups with an overflow.
       rule: ``"trial"``, the rule of MindSpore, or ``"measure"``.
       headroom: for ``"measure"``, from 1 to 2**16: the ratio of 2**16 to the largest scaled
-        gradient. The margin allows for noisy batches, and for cotangents of activations that are
+        gradient. This margin allows for noisy batches, and for cotangents of activations that are
         larger than the gradients.
       axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
         be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if a part inside reduces; elsewhere there is no axis.
+        axis if a part inside reduces; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 8 bytes per group; one read of the
@@ -376,8 +377,8 @@ def scale_boundary(x: PyTree, opt_state_or_scales: PyTree, outer: Group, inner: 
     .. math:: \bar x_\text{outer} = \bar x_\text{inner} \cdot s_\text{outer} / s_\text{inner}.
 
     Place a boundary on *every* edge between groups: on an activation that enters the next group, on
-    a residual stream to which a later group adds, on a weight that is used in another group. The
-    loss is in the last group. ``check_boundaries`` finds missing boundaries.
+    a residual stream to which a later group adds, and on a weight that is used in another group.
+    The loss is in the last group. ``check_boundaries`` finds missing boundaries.
 
     Args:
       x: tree of arrays; integers are unchanged.
@@ -436,9 +437,9 @@ def check_boundaries(
 
     For every group a power of two is drawn as its scale. The gradients at these scales are unscaled
     and compared with the gradients at scale 1. An edge with a missing or reversed boundary
-    multiplies the gradients of earlier layers by a ratio of scales, and the error names the leaves.
-    A zero gradient cannot show an error. Check in f32, because in f16 the scales change which
-    gradients underflow.
+    multiplies the gradients of earlier layers by a ratio of scales. The error names the leaves with
+    such gradients. A zero gradient cannot show a wrong boundary. Check in f32, because in f16 the
+    scales change which gradients underflow.
 
     Args:
       loss_fn: ``loss_fn(params, batch, *, scales, **kwargs)``.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the program of a leaf as one Pallas kernel on TPUs, which reads and writes each array once.
+"""Run the program of a leaf on a TPU as one Pallas kernel, which reads and writes each array once.
 
-Each step of the grid loads 32 rows to the vector memory, as many as a tile of 8-bit codes has. The
-step loops over the blocks of 128 elements, and runs the program on one block of each row at a time.
+Each step of the grid loads 32 rows into the vector memory, because a tile of 8-bit codes has 32
+rows. The step loops over the blocks of 128 elements, and runs the program on one block of each row
+at a time.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def apply(
     *operands: jax.Array,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Return the results of a program on a leaf's shard, in its first operands' buffers.
+    """Return the results of a program on a leaf's shard, written into the first operands' buffers.
 
     Args:
       program: the program of the complete leaf.
       shape: the shape of the shard.
-      start: the index in the leaf of the shard's first element, an array of one element.
+      start: an array of one element: the index, in the leaf, of the shard's first element.
       operands: the shards of the operands.
       interpret: whether to run the kernel without a TPU.
     """

@@ -5,7 +5,7 @@ XLA chooses the order of the operations of an optimizer. XLA:CPU and XLA:TPU sta
 all leaves, and free the temporaries of a leaf only when all leaves are written. So a leaf that
 changes element by element is one primitive, which each compiler writes in place (``entries``). The
 arrays of any other leaf are changed in separate branches whose conditions are always true. XLA
-frees the temporaries of a branch when the branch ends, and writes its results in place.
+frees the temporaries of a branch when the branch ends, and writes the results of a branch in place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Order:
 
 
 class _Graph:
-    """A program, and its values that were already computed.
+    """A program, and those of its values that are already computed.
 
     Calls with one result, such as the calls of a format, are not inlined.
 
@@ -77,7 +77,7 @@ class _Graph:
         self._makers = {x: i for i, eqn in enumerate(self._eqns) for x in eqn.outvars}
 
     def common(self, order: Sequence[Order]) -> list[jaxprs.Var]:
-        """Return the variables that several leaves share; ``order`` has a position per input."""
+        """Return the variables that several leaves share; ``order`` has an entry for each input."""
         sources = {var: {x.leaf} for var, x in zip(self.inputs, order, strict=True)}
         for eqn in self._eqns:
             leaves = set[int]().union(*(sources.get(x, set()) for x in _variables(eqn.invars)))
@@ -135,9 +135,9 @@ class _Graph:
     ) -> tuple[list[jax.Array] | None, jax.Array]:
         """Return new arrays, and the condition of the next branch.
 
-        The arrays are computed element by element, or otherwise in a branch, and written into the
-        buffers of the old arrays. With ``branches=False``, the result is ``None`` in place of
-        arrays that need a branch.
+        The arrays are computed element by element if possible, and otherwise in a branch. They are
+        written into the buffers of the old arrays. With ``branches=False``, the result is ``None``
+        in place of arrays that need a branch.
         """
         old = [self.inputs[i] for i in indices]
         program, args = self.program([self.outputs[i] for i in indices], old)
@@ -182,7 +182,7 @@ def leaf_by_leaf(
 
     Args:
       fn: returns a tree of the types of ``old``.
-      always: True, but not a constant.
+      always: an array that is True, but not a constant of the program.
       old: a tree, written in place if it is donated.
       args: the other arguments of ``fn``.
       order: a tree like ``(old, args)`` with an ``Order`` for each array.

@@ -3,12 +3,12 @@
 
 The loss is multiplied by a scale ``s`` before differentiation, so every gradient is multiplied by
 ``s`` and remains above the smallest f16 number. The gradients are divided by ``s`` in f32 before
-any other part reads the gradients. If the scale is too large, gradients overflow; then the step is
-skipped and the scale is lowered. After a number of steps without overflow, the scale is raised.
+any other part reads the gradients. If gradients overflow because the scale is too large, the step
+is skipped and the scale is lowered. After a number of steps without overflow, the scale is raised.
 
 References:
   Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
-  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager: the same trajectories.
+  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager, whose scales are the same.
 """
 
 import functools
@@ -94,11 +94,12 @@ def dynamic_loss_scale(
     where all replicas agree on :math:`\text{ok}`. After ``growth_interval`` steps without overflow,
     the scale is multiplied by ``growth_factor``, unless the product would exceed ``max_scale``. The
     ``hysteresis``-th overflow since the last interval without overflow, and every later overflow,
-    multiplies the scale by ``backoff_factor``, but not below ``min_scale``. A skipped step leaves
-    all state of ``inner`` unchanged, bit for bit: moments, schedules, weight decay. A bad step is
-    never applied, even after many skips in a row; watch ``skipped_in_a_row``. Only gradients are
-    checked; ``check_updates`` checks the updates that ``inner`` computes from finite gradients. A
-    sparse gradient (``BCOO``) is checked by its data, and ``inner`` receives a dense array.
+    multiplies the scale by ``backoff_factor``, but not below ``min_scale``. A skipped step changes
+    no bit of the params or of the state of ``inner``, such as moments and the counts of schedules.
+    A step with an overflow is never applied, even after many skips in a row, so watch
+    ``skipped_in_a_row``. Only gradients are checked; ``check_updates`` checks the updates that
+    ``inner`` computes from finite gradients. A sparse gradient (``BCOO``) is checked by its data,
+    and ``inner`` receives a dense array.
 
     Place everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
     to ``jax.grad`` a function that returns ``scale_loss(loss, opt_state)``, or use
@@ -107,24 +108,24 @@ def dynamic_loss_scale(
 
     Args:
       inner: the rest of the optimizer, which receives gradients and params in f32 or wider.
-      init_scale: first scale, > 0. The product of loss and scale is computed in f32, so 2**16 may
-        exceed the range of f16.
+      init_scale: first scale, > 0. The product of loss and scale is computed in f32, so the scale
+        may exceed the range of f16, as 2**16 does.
       growth_factor: > 1. With a power of two, unscaling is exact.
       backoff_factor: in (0, 1).
-      growth_interval: clean steps before a growth.
+      growth_interval: steps without overflow before the scale is raised.
       min_scale: > 0; below 1 for models whose unscaled gradients overflow f16.
       max_scale: finite; the scale never exceeds this bound.
       hysteresis: number of overflows after which the scale is lowered; every overflow skips its
         step.
       axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
         be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if a part inside reduces; elsewhere there is no axis.
+        axis if a part inside reduces; outside a train step, no axis is used.
 
     Returns:
-      A transformation with a ``LossScaleState``. Cost: 33 bytes; one read of the gradients; an
-      all-reduce of 4 bytes with ``axis_name``. ``boostax.apply_gradients`` makes no temporary copy
-      of the params on CPU, TPU v5e and H100, but on CPU makes a copy of f16 gradients; the pure
-      ``update`` makes one copy of the params.
+      A transformation with a ``LossScaleState``. Cost: 33 bytes of state; one read of the
+      gradients; an all-reduce of 4 bytes with ``axis_name``. ``boostax.apply_gradients`` makes no
+      temporary copy of the params on CPU, TPU v5e and H100, but copies f16 gradients on CPU. The
+      pure ``update`` makes one copy of the params.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, gradients of a loss that was
@@ -145,7 +146,8 @@ def dynamic_loss_scale(
 
     References:
       Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
-      Hysteresis as in Megatron-LM's DynamicGradScaler: a complete clean interval refills it.
+      The hysteresis is that of Megatron-LM's DynamicGradScaler: after a complete interval without
+      overflow, the count of overflows starts again.
     """
     who = "dynamic_loss_scale"
     _positive(who, "min_scale", min_scale, "2**-10 lets the scale fall below 1.")
@@ -196,9 +198,9 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale gradients by a constant; by default skip steps whose gradients are not finite.
 
-    This is MindSpore's ``FixedLossScaleManager``, with ``skip_nonfinite`` for
-    ``drop_overflow_update``. With ``scale=1`` this is ``optax.apply_if_finite``, but a bad step is
-    never applied.
+    This is MindSpore's ``FixedLossScaleManager``, with ``skip_nonfinite`` in place of
+    ``drop_overflow_update``. With ``scale=1`` this is ``optax.apply_if_finite``, except that a step
+    with gradients that are not finite is never applied.
 
     Args:
       inner: the rest of the optimizer, which receives gradients and params in f32 or wider.
@@ -235,10 +237,10 @@ def static_loss_scale(
 def skip_bad_steps(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip each step whose gradients are not finite, so that the step leaves no trace.
+    """Skip each step whose gradients are not finite, and change no params and no state.
 
     This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. After several bad steps in a row,
-    ``optax.apply_if_finite`` applies a bad step; ``skip_bad_steps`` never applies a bad step.
+    ``optax.apply_if_finite`` applies a bad step, but ``skip_bad_steps`` never does.
 
     Args:
       inner: the rest of the optimizer.
@@ -312,7 +314,8 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
     """Return the scale by which the next loss must be multiplied.
 
     Args:
-      opt_state: any optimizer state; the scaler may be nested anywhere that all gradients pass.
+      opt_state: any optimizer state; the scaler may be nested, but all gradients must pass the
+        scaler.
 
     Returns:
       f32 scalar; 1 if the state has no scaler.
@@ -365,8 +368,8 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     """Return the loss to differentiate: ``loss`` in f32 times the current scale.
 
     Args:
-      loss: floating scalar, f64 or cast to f32 *before* the product, because a loss of 2.3 times
-        2**15 is infinite in f16.
+      loss: floating scalar. Unless the loss is f64, it is cast to f32 *before* the product, because
+        the product of 2.3 and 2**15 is infinite in f16.
       opt_state: the optimizer state with the scale.
 
     Returns:
@@ -439,9 +442,9 @@ def current_scale() -> jax.Array:
     divided by ``s``. So a bound, a threshold, noise or an injected gradient must be multiplied by
     ``s``.
 
-    Call this function in the loss, and pass the result to the rule as an argument; a call in the
-    rule itself fails inside ``jax.jit``. The call works in ``boostax.value_and_grad`` and
-    ``make_train_step``, also in a scan, a checkpoint, a micro-batch or a replica. With
+    Call this function in the loss, and pass the result to the rule as an argument. A call in the
+    rule itself fails inside ``jax.jit``. The function works in ``boostax.value_and_grad`` and
+    ``make_train_step``, including in a scan, a checkpoint, a micro-batch or a replica. With
     ``scale_loss``, or in your own ``jax.grad``, pass ``loss_scale(opt_state)`` to the loss. With
     ``group_loss_scale``, the cotangents of group ``k`` are multiplied by ``scales[k]``.
 

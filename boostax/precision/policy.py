@@ -78,7 +78,7 @@ class Policy:
         return self.keep_f32 == "all but matmuls"
 
     def keeps(self, name: str) -> bool:
-        """Return whether the part with this path of a param, or class name, computes in f32."""
+        """Return whether a part computes in f32; its ``name`` is a param's path or a class name."""
         return not self.only_matmuls and any(re.search(p, name) for p in self.keep_f32)
 
     def cast_params(self, params: PyTree) -> PyTree:
@@ -192,7 +192,7 @@ def as_policy(value: Policy | Level | None) -> Policy | None:
 
 
 def _cast(tree: PyTree, dtype: jnp.dtype) -> PyTree:
-    """Cast real floating leaves, but no integers, keys and complex leaves."""
+    """Cast real floating leaves, but not integers, keys or complex leaves."""
     leaves, treedef = jax.tree.flatten(tree)
     for i, x in enumerate(leaves):
         if isinstance(x, (*_ARRAYS, float)) and jnp.issubdtype(jnp.result_type(x), jnp.floating):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that replicas have the same params and state.
 
-Data parallelism trains many copies of one model, which training programs do not compare. After a
-flipped bit, or with another seed, learning rate or version in one process, a replica trains another
-model. Nevertheless each replica reports the same averaged loss, and a checkpoint contains the
-params of only one device.
+Data parallelism trains many copies of one model, and training programs do not compare the copies.
+After a flipped bit, or with another seed, learning rate or version in one process, a replica trains
+another model. Nevertheless each replica reports the same averaged loss, and a checkpoint contains
+the params of only one device.
 
 References:
   Dixit et al., Silent Data Corruptions at Scale, https://arxiv.org/abs/2102.11245, 2021. Dubey et
@@ -43,9 +43,9 @@ class CheckReplicasState(NamedTuple):
       applied: bool, whether the last call ran the inner transformation.
       skipped: i32, calls that were skipped since the start.
       compared: i32, the number of compared replicas; 0 before the first call.
-      leaves: u32 ``[16]``, the CRC-32 of the path, such as ``params/w``, of each leaf in the last
-        difference; 0 in unused slots.
-      culprits: i32 ``[16]``, the replica whose copy of the leaf differed; -1 in unused slots.
+      leaves: u32 ``[16]``, the CRC-32 of the path, such as ``params/w``, of each leaf that differed
+        in the last comparison with a difference; 0 in unused elements.
+      culprits: i32 ``[16]``, the replica whose copy of the leaf differed; -1 in unused elements.
       inner_state: state of the inner transformation.
     """
 
@@ -75,7 +75,7 @@ def check_replicas(
     r"""Run ``inner`` only while all replicas have the same bits.
 
     At each ``every``-th call, before the step, each device reads its copies of params and state as
-    words :math:`b_i` of 32 bits and computes two sums, and the devices compare the sums:
+    words :math:`b_i` of 32 bits and computes two sums. The devices then compare the sums:
 
     .. math:: \textstyle \sum_i b_i \text{ and } \sum_i (2i + 1)\, b_i \mod 2^{32}
 
@@ -92,9 +92,9 @@ def check_replicas(
 
     Args:
       inner: the optimizer, with a reduction inside.
-      every: a comparison of params and state is made at each ``every``-th call.
+      every: the number of calls from one comparison of params and state to the next.
       axis_name: replica axis (or axes), in ``shard_map`` or ``pmap``. With ``None``, a train step
-        supplies its axis if a part inside reduces; elsewhere there is no axis.
+        supplies its axis if a part inside reduces; outside a train step, no axis is used.
 
     Returns:
       A gate with a ``CheckReplicasState``. Cost: 141 bytes of state; one read of params and state
@@ -152,7 +152,7 @@ def check_replicas(
         crcs = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))
 
         def different() -> list[jax.Array]:
-            """Return the checksums and culprits of leaves that differ, and fill unused slots."""
+            """Return the checksums and culprits of leaves that differ, and fill unused elements."""
             (at,) = jnp.nonzero(culprits >= 0, size=_ROWS, fill_value=len(rows))
             return [x.at[at].get(mode="fill", fill_value=y) for x, y in ((crcs, 0), (culprits, -1))]
 
@@ -169,8 +169,8 @@ def check_replicas(
 def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     """Raise an error with leaves and replicas if ``check_replicas`` detected a difference.
 
-    Call this function only every so many steps, because the call reads the state and so waits for
-    the end of the step.
+    Call this function only once in many steps. The call reads the state, so it waits for the end of
+    the step.
 
     Args:
       state: a train state, or an optimizer state.

@@ -102,8 +102,8 @@ def store(
     hash of the element's index, the param's path and the number of applied steps. So skipped steps
     do not change the noise, and a resumed run or another placement draws the same noise.
 
-    Place ``store`` directly around the optimizer, inside all gates. A window has a separate dtype:
-    ``accumulate(store(adamw(1e-3), params="stochastic"), 16, dtype="bfloat16",
+    Place ``store`` directly around the optimizer, inside all gates. A window around ``store`` has a
+    dtype of its own: ``accumulate(store(adamw(1e-3), params="stochastic"), 16, dtype="bfloat16",
     rounding="stochastic")``.
 
     ============== ===== ==========================================================================
@@ -124,9 +124,9 @@ def store(
                          42 octaves), 126 with them
     ============== ===== ==========================================================================
 
-    A block has 128 elements of the last dimension, or a few more over several dimensions if 128
-    does not divide the last dimension. Codes are sharded like the array, but scales only along
-    dimensions in which no block is divided between shards.
+    A block has 128 elements of the last dimension. If 128 does not divide the last dimension, a
+    block has a few more elements, over several dimensions. Codes are sharded like their array.
+    Scales are sharded only along dimensions in which no block is divided between shards.
 
     Args:
       inner: the optimizer, without gates, which receives f32 gradients, params and state.
@@ -136,7 +136,8 @@ def store(
         Pass one format for all arrays, or a format for each pattern of the state's fields,
         ``{"*mu": "int8", "*nu": "log8"}``; the first match applies, and a field without a match
         remains f32.
-      least: arrays with fewer elements, such as norms and biases, remain f32.
+      least: the smallest number of elements of an encoded array; smaller arrays, such as biases and
+        the params of norms, remain f32.
 
     Returns:
       A gate that never skips a step, with a ``StoreState``. Cost: the bytes above, 4 bytes per
@@ -186,7 +187,7 @@ def store(
         _require_blocks(state)
 
         def written(old: Stored, params: PyTree, grads: gate.Pending, steps: jax.Array) -> Stored:
-            """Return new params (``apply``) or updates, their low bits, and codes and scales."""
+            """Return new params (``apply``) or updates, low bits of params, codes, and scales."""
             (value, low), (codes, scales) = old
             params = value if apply else params
             masters = StoreState(steps, codes, scales, low).master_params(params)
@@ -385,7 +386,7 @@ def _require_blocks(state: StoreState) -> None:
 
 
 def _noise_of(steps: jax.Array, params: PyTree) -> Noise:
-    """Return a function that returns the noise of an array, and a salt, from its path and shape.
+    """Return a function from an array's path and shape to the array's noise and a salt.
 
     Arrays of the same param share the noise, because a hash costs as much as the rest of a step.
     """

@@ -22,7 +22,7 @@ class CheckUpdatesState(NamedTuple):
 
     Attributes:
       applied: bool, whether the last result was applied; False before the first call.
-      skipped: i32, calls whose result was not applied since the start; a flush counts as a call.
+      skipped: i32, calls since the start whose result was not applied; a flush counts as a call.
       inner_state: state of the inner transformation.
     """
 
@@ -50,14 +50,14 @@ def check_updates(
       u, m' = \text{inner}(g, m, p), \qquad
       \text{ok} = \text{all}\bigl(\text{finite}(p + u, m') \text{ or not } \text{finite}(p, m)\bigr)
 
-    A step that is not ok is skipped: params, moments, schedules and decay are unchanged, bit for
-    bit, and ``skipped`` counts the step. An element that was infinite before (a mask, the best loss
-    so far) does not cause a skip.
+    A step that is not ok is skipped: no bit of params, moments and schedules changes, and
+    ``skipped`` counts the step. An element that was already infinite, such as in a mask or as the
+    first value of a best loss, does not cause a skip.
 
     A scaler checks the gradients before ``inner``, and reads the gradients once. ``check_updates``
-    checks the results, which need memory in addition to the old values during the check. Use
-    ``check_updates`` if ``inner`` can divide by zero, or if params are stored in f16. Place
-    ``check_updates`` directly around the optimizer, inside scalers and windows:
+    checks the results of ``inner``. During this check, memory contains both the results and the old
+    values. Use ``check_updates`` if ``inner`` can divide by zero, or if params are stored in f16.
+    Place ``check_updates`` directly around the optimizer, inside scalers and windows:
     ``dynamic_loss_scale(accumulate(check_updates(adamw), 8))``. A skip does not lower the loss
     scale, because a lower scale would not help.
 
@@ -65,12 +65,12 @@ def check_updates(
       inner: the optimizer, which receives gradients and params in f32 or wider.
       axis_name: replica axis (or axes) over which replicas agree; required if ``inner`` has state
         or params that differ per replica. With ``None``, a train step supplies its axis if a part
-        inside reduces; elsewhere there is no axis.
+        inside reduces; outside a train step, no axis is used.
 
     Returns:
-      A transformation with a ``CheckUpdatesState``. Cost: 5 bytes; a temporary copy of the params
-      and the inner state, written and read; one read of the old values; with ``axis_name``, an
-      all-reduce of 4 bytes. On CPU, TPU v5e and H100, the memory traffic is 2.2 to 2.6 times the
+      A transformation with a ``CheckUpdatesState``. Cost: 5 bytes of state; a temporary copy of the
+      params and the inner state, written and read; one read of the old values; with ``axis_name``,
+      an all-reduce of 4 bytes. On CPU, TPU v5e and H100, the memory traffic is 2.2 to 2.6 times the
       memory traffic of Adam.
 
     Raises:
@@ -99,7 +99,7 @@ def check_updates(
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     def checked(new: Stepped, state: CheckUpdatesState, params: PyTree, apply: bool) -> Stepped:
-        """Return params (``apply``) or updates, and the state, new if all values remain finite."""
+        """Return params (``apply``) or updates, and state: new only if all values stay finite."""
         value = new[0]
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params

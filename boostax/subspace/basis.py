@@ -2,11 +2,11 @@
 """Find directions in the space of the params, leaf by leaf, and compute along them.
 
 With the m snapshots as rows of ``X`` (m, n), only matrices of m x m or m x k are decomposed. All
-work of size n is products of ``X`` with thin matrices, which are sums over leaves and keep each
-leaf's sharding. Training moves the params by much less than their size, so ``X`` is centred by
-differences to one snapshot. The Gram matrix of ``X`` gives only the first approximation. Its
-elements are squares, so in f32 the matrix loses directions below 3e-4 of the largest direction. A
-product with ``X`` itself finds these directions.
+work of size n consists of products of ``X`` with thin matrices. These products are sums over
+leaves, and keep each leaf's sharding. Training moves the params by much less than their size, so
+``X`` is centred by differences to one snapshot. The Gram matrix of ``X`` gives only the first
+approximation. Its elements are squares, so in f32 the matrix loses directions below 3e-4 of the
+largest direction. A product with ``X`` itself finds these directions.
 """
 
 import functools
@@ -37,8 +37,9 @@ class Basis(NamedTuple):
     """Orthonormal directions in the space of the params.
 
     Attributes:
-      components: tree like the params of ``(k, *leaf.shape)``, the direction of largest variance
-        first. A row over all leaves has norm 1, and its largest element is positive.
+      components: tree like the params, with leaves ``(k, *leaf.shape)``, the direction of largest
+        variance first. A row, over all leaves together, has norm 1, and its largest element is
+        positive.
       mean: tree like the params, f32 or wider: the mean of the snapshots.
       explained: f32 ``(k,)``, the share of the variance along each component.
     """
@@ -103,13 +104,14 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     """Return the first components in a file, for params of the same names and shapes.
 
     Args:
-      path: a file of ``Basis.save``; or an ``.npy`` of ``(k, N)``, as MindSpore's DimReduce writes
-        it, with the leaves of the params concatenated in the order of ``jax.tree.leaves``.
+      path: a file of ``Basis.save``; or an ``.npy`` file with an array ``(k, N)``, as MindSpore's
+        DimReduce writes, with the leaves of the params concatenated in the order of
+        ``jax.tree.leaves``.
       params: a tree of arrays or shapes.
       n_components: number of components.
 
     Returns:
-      A ``Basis``; from an ``.npy`` a tree of the components.
+      A ``Basis``; for an ``.npy`` file, a tree of the components.
 
     Raises:
       ValueError: the file has fewer components, or rows that are not orthonormal; errors of
@@ -133,7 +135,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
 
 
 def _read_matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
-    """Return components in a matrix, split into leaves."""
+    """Return the components in the matrix of a file, split into leaves."""
     matrix = files.read(who, path, ".npy")
     leaves, treedef = jax.tree.flatten(params)
     ends = np.cumsum([np.size(x) for x in leaves])
@@ -156,7 +158,7 @@ def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
       seed: seed of the draws.
 
     Returns:
-      A tree of ``(n_components, *leaf.shape)``. Cost: memory for twice the result.
+      A tree with leaves ``(n_components, *leaf.shape)``. Cost: memory for twice the result.
 
     Raises:
       ValueError, TypeError: ``n_components`` out of range.
@@ -190,14 +192,15 @@ def pca_basis(
 
     .. math:: (w_i - \bar w) \cdot (w_l - \bar w) = \sum_j v_{ij} \sigma_j^2 v_{lj}
 
-    is only m x m.
+    is a matrix of only m x m.
 
     Each of the ``n_components`` directions has the size of the params. Use snapshots from late in a
-    run; the first snapshots differ most from the others, and would determine all directions.
+    run, because the first snapshots of a run differ most from all other snapshots, and would
+    determine all directions.
 
     Args:
-      snapshots: a tree like the params of ``(m, *leaf.shape)``; or a list or an iterator of m trees
-        like the params, which are stacked.
+      snapshots: a tree like the params with leaves ``(m, *leaf.shape)``; or a list or an iterator
+        of m trees like the params, which are stacked.
       n_components: number of directions, less than m.
       dtype: dtype of the components; ``None`` for f32 or wider.
       stacked: whether ``snapshots`` is one stacked tree; with ``None``, a list or an
@@ -206,8 +209,8 @@ def pca_basis(
     Returns:
       A ``Basis``, orthonormal to 1e-5 before rounding to ``dtype``. Complex leaves count as pairs
       of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the params and m
-      centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded leaves
-      devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
+      centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded
+      leaves, devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
@@ -239,7 +242,7 @@ def pca_basis(
 def principal(snapshots: PyTree, k: int, dtype: Dtype, complete: bool, who: str) -> Basis:
     """Return ``pca_basis`` of stacked snapshots, with ``k`` components.
 
-    With ``complete=False`` missing components are zero outside ``jit`` as well.
+    With ``complete=False``, missing components are zero outside ``jit`` as well.
     """
     narrow = None if dtype is None else checks.floating_dtype(who, "dtype", dtype)
     m = _snapshot_count(who, snapshots, k)
@@ -308,7 +311,7 @@ def project(components: PyTree, tree: PyTree, shards: Names = (), who: str = "")
 
 
 def lift(components: PyTree, columns: jax.Array) -> PyTree:
-    """Return the trees, stacked to ``(c, *leaf.shape)``, with coordinates ``(k, c)``.
+    """Return the trees with coordinates ``(k, c)``, stacked to ``(c, *leaf.shape)``.
 
     Leaves are f32 or wider. Cost: one read of the components; no communication.
     """
@@ -338,7 +341,7 @@ def wide_dtype(x: PyTree) -> np.dtype:
 
 
 def wide(x: ArrayLike) -> jax.Array:
-    """Return a leaf in the dtype of computations with it."""
+    """Return a leaf in the dtype of computations with the leaf."""
     return jnp.asarray(x).astype(wide_dtype(x))
 
 
@@ -367,7 +370,7 @@ def _orthonormal(rows: PyTree) -> PyTree:
     """Return the nearest orthonormal rows of the same span; rows of zeros stay zero.
 
     The rows are multiplied by the inverse root of their Gram matrix. Unlike Cholesky's factor, the
-    root has no NaN if rows are linearly dependent. Each pass squares the error.
+    root has no NaN if rows are linearly dependent. Each of the two passes squares the error.
     """
     for _ in range(2):
         gram = _gram_of(rows)
@@ -383,7 +386,7 @@ def _orthonormal(rows: PyTree) -> PyTree:
 def _polished(rows: PyTree) -> PyTree:
     """Return nearly orthonormal rows without the rounding errors of a decomposition.
 
-    For a Gram matrix near the identity, (3 - gram) / 2 is its inverse root.
+    For a Gram matrix near the identity, ``(3 - gram) / 2`` approximates the inverse root.
     """
     gram = _gram_of(rows)
     return jax.tree.map(functools.partial(mix, 1.5 * jnp.eye(len(gram)) - 0.5 * gram), rows)

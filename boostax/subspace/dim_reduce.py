@@ -35,14 +35,15 @@ class SubspaceRule:
     Attributes:
       tries: number of step lengths that are tried: 1, shrink, shrink**2, and so on.
       shrink: in (0, 1).
-      slope: the sufficient share of the decrease that the slope predicts (Armijo's constant).
+      slope: a length is accepted if the loss decreases by this share of the decrease that the slope
+        predicts (Armijo's constant).
       slack: the relative increase of the loss that is treated as rounding.
-      curvature: a pair (s, y) is used if ``y.s > curvature * |y| * |s|`` and ``y.s >
-        least_curvature``.
+      curvature: the pair of a step ``s`` and the gradient's change ``y`` is used if ``y.s >
+        curvature * |y| * |s|`` and ``y.s > least_curvature``.
       least_curvature: see ``curvature``.
-      scaled: whether the first matrix is ``y.s / y.y`` times the identity.
-      failure: the new matrix if no length is accepted: ``"reset"`` for the identity times the last
-        tried length, or ``"rollback"`` for the matrix before the step.
+      scaled: whether the first inverse Hessian is ``y.s / y.y`` times the identity.
+      failure: the new inverse Hessian if no length is accepted: ``"reset"`` for the identity times
+        the last tried length, or ``"rollback"`` for the matrix before the step.
       towards_mean: whether the first step leads to the mean of the snapshots, if the mean is known
         and lies downhill.
     """
@@ -157,7 +158,7 @@ def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -
 def conclude(
     before: Memory, memory: Memory, step: jax.Array, result: Search, rule: SubspaceRule
 ) -> Memory:
-    """Return the memory after a line search, which either has the step or is ``rule.failure``'s."""
+    """Return the memory after a line search, by ``rule.failure`` if no length was accepted."""
     if rule.failure == "rollback":
         moved = memory._replace(step=step)
         back = before._replace(started=memory.started, paired=memory.paired)
@@ -174,7 +175,8 @@ class DimReduceState(NamedTuple):
     """State of ``dim_reduce``.
 
     Attributes:
-      basis: tree like the params of ``(k, *leaf.shape)``, orthonormal over all leaves together.
+      basis: tree like the params, with leaves ``(k, *leaf.shape)``, orthonormal over all leaves
+        together.
       explained: f32, the share of the snapshots' variance in the span; ``None`` if unknown.
       memory: the curvature learnt in the k coordinates.
       to_mean: ``(k,)``, coordinates of the mean of the snapshots relative to the params at
@@ -237,7 +239,7 @@ _UNCHANGED = ("basis", "explained", "to_mean", "skipped", "applied")
 def _parts(basis: Basis | PyTree) -> Parts:
     """Return the components, the share of the variance in their span and the mean.
 
-    Share and mean are ``None`` unless ``basis`` is a ``Basis``.
+    The share and the mean are ``None`` unless ``basis`` is a ``Basis``.
     """
     if isinstance(basis, Basis):
         return basis.components, jnp.sum(basis.explained), basis.mean
@@ -359,15 +361,16 @@ def dim_reduce(
       d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g),
 
     where :math:`t` is the first of 1, 1/2, 1/4 and so on that decreases the loss enough. If ten
-    lengths fail, only the residual optimizer steps, and the next direction is shorter. The first
-    direction leads to the mean of the snapshots, if the mean is known and lies downhill. Use
-    ``dim_reduce`` to end a run: about ten steps replace a longer decay of the learning rate, and
-    further steps change little. A call whose loss or gradient is not finite changes only a counter.
+    lengths fail, only the residual optimizer changes the params, and the next direction is shorter.
+    The first direction leads to the mean of the snapshots, if the mean is known and lies downhill.
+    Use ``dim_reduce`` to end a run: about ten steps replace a longer decay of the learning rate,
+    and further steps change little. A call whose loss or gradient is not finite is skipped, and
+    counted in ``skipped``.
 
     Args:
-      basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params of ``(k,
-        *leaf.shape)`` with orthonormal rows; or a function of the params that returns a basis. The
-        state has a copy of the basis; ``replace_basis`` exchanges the basis without a
+      basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params with leaves
+        ``(k, *leaf.shape)`` and orthonormal rows; or a function of the params that returns a basis.
+        The state has a copy of the basis; ``replace_basis`` exchanges the basis without a
         recompilation.
       residual: any Optax optimizer, for the part of the gradient outside the span.
       rule: ``"boostax"``; ``"mindspore"`` for the exact rule of MindSpore 2.10; or your own
@@ -381,12 +384,12 @@ def dim_reduce(
 
     Returns:
       A transformation with a ``DimReduceState``. Its ``update`` needs ``value=`` (the loss) and
-      ``value_fn=`` (params to the loss: same batch, same key, unscaled), which ``make_train_step``
-      passes. If an earlier transformation has changed ``updates``, it also needs ``grad=``, the
-      gradient of ``value_fn``. Cost: k copies of the params in ``dtype``, sharded like the params
-      and read twice per step; two to four temporary copies of the params; on average one or two
-      more forward passes; all-reduces of ``4k`` bytes, 8 bytes for the energy and 4 bytes for each
-      loss, over replicas and over shards.
+      ``value_fn=`` (the unscaled loss as a function of the params, for the same batch and key),
+      which ``make_train_step`` passes. If an earlier transformation has changed ``updates``,
+      ``update`` also needs ``grad=``, the gradient of ``value_fn``. Cost: k copies of the params in
+      ``dtype``, sharded like the params and read twice per step; two to four temporary copies of
+      the params; on average one or two more forward passes; all-reduces of ``4k`` bytes, 8 bytes
+      for the energy and 4 bytes for each loss, over replicas and over shards.
 
     Raises:
       ValueError, TypeError: an argument out of range, a basis that does not fit the params, no
@@ -471,9 +474,9 @@ def replace_basis(opt_state: types.State, basis: Basis | PyTree) -> types.State:
         old dtypes.
 
     Returns:
-      The state, in the same shapes and dtypes, so that a compiled step accepts both. Counters and
-      the residual optimizer's state stay unchanged. ``replace_basis`` also works inside ``jit``.
-      Cost: one copy of the basis.
+      The new state, with the old shapes and dtypes, so that a compiled step accepts it. Counters
+      and the residual optimizer's state stay unchanged. ``replace_basis`` also works inside
+      ``jit``. Cost: one copy of the basis.
 
     Raises:
       ValueError: the state has no ``DimReduceState``, or the new basis does not fit.

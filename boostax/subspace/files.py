@@ -22,7 +22,7 @@ _WHO = "dim_reduce"
 
 
 def by_name(who: str, tree: PyTree) -> dict[str, PyTree]:
-    """Return the leaves of a tree by the names of their paths, ``layer/kernel``."""
+    """Return the leaves of a tree by the names of their paths, such as ``layer/kernel``."""
     names = trees.names(tree)
     shared = [x for x in names if names.count(x) > 1]
     hint = "A file contains one array for each path."
@@ -52,7 +52,7 @@ def write(who: str, path: Path, arrays: PyTree) -> None:
 def read(who: str, path: Path, suffix: str, names: Collection[str] | None = None) -> PyTree:
     """Return the arrays in a file by name, or only the arrays of these ``names``.
 
-    For an ``.npy`` file return its only array.
+    For an ``.npy`` file, return the only array.
 
     Raises:
       FileNotFoundError, ValueError: no such file, another suffix, or a broken file.
@@ -103,9 +103,9 @@ def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
 
     Args:
       directory: directory of a ``Checkpointer``, with one subdirectory for each step, named by the
-        number of the step. Or a folder of ``.npz`` files, one file per step, in the order of the
-        numbers in the files' names, with an array for each path in the params, ``layer/kernel``;
-        other arrays and files are ignored.
+        number of the step. Or a folder with one ``.npz`` file per step, in the order of the numbers
+        in the files' names. Each file has an array for each path in the params, such as
+        ``layer/kernel``. Other arrays and files are ignored.
       params: a tree of arrays or shapes, for names, shapes and dtypes.
 
     Returns:

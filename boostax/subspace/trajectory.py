@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record snapshots of the params in a ring buffer, next to any optimizer.
 
-A snapshot is written into its slot only. The write is in a branch, and the compilers for CPU, TPU
-v5e and H100 write in place.
+A snapshot is written to one index of the buffer. The write is in a branch, and the compilers for
+CPU, TPU v5e and H100 write in place.
 """
 
 from typing import Any, NamedTuple
@@ -27,8 +27,9 @@ class TrajectoryState(NamedTuple):
 
     Attributes:
       steps: i32, calls so far.
-      recorded: i32, snapshots so far; the next snapshot is written to ``recorded % size``.
-      snapshots: tree like the params of ``(size, *leaf.shape)`` in the storage dtype.
+      recorded: i32, snapshots so far; the next snapshot is written to the index ``recorded %
+        size``.
+      snapshots: tree like the params, with leaves ``(size, *leaf.shape)`` in the storage dtype.
     """
 
     steps: jax.Array  # [] int32
@@ -49,10 +50,9 @@ def record_trajectory(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Store the last ``size`` snapshots of the params; pass the updates through.
 
-    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params in the
-    call of ``update`` are stored, which are the params *before* that update. A full buffer
-    overwrites its oldest snapshot. Inside a loss scaler or a window only applied steps count as
-    calls.
+    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params that
+    ``update`` gets are stored, which are the params *before* this update. A full buffer overwrites
+    its oldest snapshot. Inside a loss scaler or a window only applied steps count as calls.
 
     A basis from the last snapshots of a run is better than a basis from all snapshots, because the
     first snapshots differ by far the most.
@@ -66,7 +66,7 @@ def record_trajectory(
 
     Returns:
       A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
-      sharded like the params; a call with a snapshot reads the params and writes one slot, and
+      sharded like the params; a call with a snapshot reads the params and writes one snapshot, and
       other calls cost nothing. There is no copy of the buffer or of donated params on CPU, TPU v5e
       and H100.
 
@@ -136,7 +136,8 @@ def trajectory(opt_state: PyTree) -> tuple[PyTree, int]:
       opt_state: any state that contains a ``TrajectoryState``.
 
     Returns:
-      A tree like the params of ``(count, *leaf.shape)``, and ``count``. Cost: a copy of the buffer.
+      A tree like the params with leaves ``(count, *leaf.shape)``, and ``count``. Cost: a copy of
+      the buffer.
 
     Raises:
       ValueError: the state has no ``TrajectoryState``.
@@ -159,8 +160,8 @@ def trajectory_basis(
     """Return the leading directions of the recorded snapshots.
 
     The current ``params`` can be one more snapshot. If ``dim_reduce`` begins at these params, pass
-    ``params``, and choose all directions but one, so that the span contains the distance of the
-    params from the mean.
+    ``params``, and choose an ``n_components`` that is one less than the number of snapshots, so
+    that the span contains the difference between the params and the mean.
 
     Args:
       opt_state: any state that contains a ``TrajectoryState``.
