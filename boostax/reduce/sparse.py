@@ -97,7 +97,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int | None, count: Callable[[int], int]) -> "Runs":
-        """Split a leaf into runs of up to ``block`` elements; for ``None``, a large leaf is one run."""
+        """Split a leaf into runs of up to ``block`` elements; split no large leaf if ``None``."""
         size = math.prod(shape)
         if block is None and size > SMALL:
             grid = exchange.Grid.of((1, *shape), size, selection.BITS)
