@@ -84,7 +84,7 @@ class Joint(NamedTuple):
 
 
 def as_aux(aux: PyTree) -> Aux:
-    """Return the ``Aux`` in ``aux``, or an empty one."""
+    """Return the ``Aux`` in ``aux``, or an empty ``Aux``."""
     aux = aux.combined if isinstance(aux, Joint) else aux
     return aux if isinstance(aux, Aux) else Aux()
 
@@ -173,7 +173,7 @@ def any_items(weight: PyTree) -> jax.Array:
 
 
 class UncountedError(Exception):
-    """Signal that ends the first trace of a loss of terms; the second trace has the counts."""
+    """Signal that ends the first trace of a loss with terms, before the counts are known."""
 
 
 def of_slice(

@@ -229,7 +229,7 @@ def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def nothing(rule: Rule, like: jax.Array) -> jax.Array:
-    """Return the value that does not change a result of ``combine``."""
+    """Return the neutral element of ``combine`` with this rule."""
     return jnp.full_like(like, -jnp.inf if rule == "max" else 0)
 
 

@@ -70,8 +70,8 @@ def microbatch(
       has_aux: as in ``jax.value_and_grad``. The docstring of ``boostax.Aux`` states how the fields
         of an ``Aux`` are combined.
         An aux of another class is stacked, so its leaves have a leading dimension
-        ``[microbatches]``. If a leaf has one element per row, ``aux.swapaxes(0, 1).reshape(-1,
-        *aux.shape[2:])`` restores the order of the batch.
+        ``[microbatches]``. If a leaf has one element per row,
+        ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores the order of the batch.
       normalize: ``"mean"``, or ``"sum"`` if the loss is a sum over the rows.
       dtype: dtype of the gradient sum; sums of f64 and complex gradients stay f64 and
         complex. The sum is rounded once per micro-batch, as in ``accumulate``, and once after the

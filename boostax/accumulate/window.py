@@ -91,7 +91,7 @@ class AccumulateState(NamedTuple):
         return self.micro_step > 0
 
     def summed_parts(self) -> list[PerReplica]:
-        """Return the window if ``reshard_state`` must preserve the sum over replicas."""
+        """Return ``[window]`` if ``reshard_state`` must preserve its sum, otherwise ``[]``."""
         if not isinstance(self.window, PerReplica):
             return []
         sums = any(x.sums_gradients() for x in trees.telling(self.inner_state, SumsGradients))
@@ -137,9 +137,9 @@ def accumulate(
     ``inner`` has a gate, the gate receives an overflowed sum, and decides.
 
     A loss scaler may be outside or inside (see ``docs/cards/accumulate.md``).
-    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the bad micro-batch, and the window ends
-    one call later. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window and is
-    cheaper.
+    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the micro-batch that overflowed, and the
+    window ends one call later. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window
+    and is cheaper.
 
     Args:
       inner: the optimizer with its collectives; it receives gradients in f32 or wider.

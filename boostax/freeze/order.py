@@ -55,7 +55,7 @@ def forward_order(
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:
-        """Return the origin of a value from its operands' origins; record params that meet data."""
+        """Return the origin of a value; record params that the operation combines with data."""
         leaves = frozenset[int]().union(*(x for x in origins if x is not None))
         if None not in origins:
             return leaves

@@ -77,7 +77,7 @@ class Freezing:
         return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
     def pruning(self, params: PyTree, depth: int) -> Pruning:
-        """Return the positions of a depth's inner state within the inner state for all depths.
+        """Return the leaf positions of one depth's inner state in the inner state for all depths.
 
         Raises:
           ValueError: the shape or path of a state leaf depends on which params are masked.

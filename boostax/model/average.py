@@ -45,8 +45,8 @@ class AverageParamsState(NamedTuple):
 
     Attributes:
       steps: i32, applied steps so far.
-      averaged: i32, the number of samples so far; the next snapshot is written at index ``averaged
-        % size``.
+      averaged: i32, the number of samples so far; the next snapshot is written at index
+        ``averaged % size``.
       averages: the average, a tree like the params, in f32 or wider; or with ``"lawa"`` the
         snapshots, a tree of ``(size, *leaf.shape)`` in ``dtype``.
       inner_state: state of the inner transformation.

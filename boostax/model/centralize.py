@@ -71,10 +71,9 @@ def centralize_gradients(
     constant. With SGD, with or without momentum, the sum stays constant wherever
     ``centralize_gradients`` is in the chain; with Adam, only after ``scale_by_adam``. The
     projection is linear, so it may precede or follow a mean over replicas or micro-batches. Weight
-    decay may come before or after.
-    ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also
-    centralizes the decay, as MindSpore does; in the other order, or with decoupled decay, the decay
-    is unchanged.
+    decay may come before or after ``centralize_gradients``.
+    ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also centralizes the decay, as
+    MindSpore does; in the other order, or with decoupled decay, the decay is unchanged.
 
     ``"auto"`` follows a layout. In Flax's layout all axes but the last are inputs: ``(in, out)``,
     ``HWIO`` and the attention's ``out`` of ``(heads, head_dim, out)``; if a kernel named ``query``,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip by the global norm, also of shards, or by the running norm of each leaf."""
+"""Clip by the global norm, also of sharded leaves, or by the running norm of each leaf."""
 
 from typing import Any, NamedTuple
 

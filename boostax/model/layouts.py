@@ -54,8 +54,8 @@ class Kernels:
 
     Attributes:
       name: the name of the layout. ``None`` recognises ``equinox.nn`` modules by their classes, and
-        reads all other modules in the layout of Flax and Haiku. In such other modules, ``None``
-        refuses a ``weight``, whose outputs may be first.
+        reads all other modules in the layout of Flax and Haiku. In these other modules, a
+        ``weight`` is refused, because its outputs may be first or last.
       tree: the params, or a tree with the structure of the params.
     """
 

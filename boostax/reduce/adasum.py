@@ -33,7 +33,8 @@ class AdasumState(NamedTuple):
       orthogonality: f32 scalar, ``|sum_r g_r|**2 / sum_r |g_r|**2`` over all leaves: 1 for
         orthogonal gradients, the number of replicas for parallel gradients, 0 for gradients that
         cancel, -1 before the first step.
-      leaf_orthogonality: a tree like the params with this number for each single leaf, or ``None``.
+      leaf_orthogonality: a tree like the params with the ``orthogonality`` of each leaf, or
+        ``None``.
     """
 
     orthogonality: jax.Array  # [] float32
@@ -319,7 +320,7 @@ def adasum_delta(
         ``adasum_delta(adam, axis_name="server", within="data")`` on ``jax.make_mesh((n // 8, 8),
         ("server", "data"))``.
       shard_axes: axes over which leaves are sharded.
-      scope: as in ``adasum``; so are the arguments below.
+      scope: as in ``adasum``, like all arguments below.
       wire_dtype: dtype of the updates on the wire.
       bucket_bytes: size below which leaves are packed.
       leaf_metrics: whether to record the orthogonality of each leaf, too.

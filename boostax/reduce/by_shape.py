@@ -235,12 +235,12 @@ def by_shape(
       the moments without rounding. Cost for c matrices of a shape on n replicas: the arithmetic and
       the moments of ``ceil(c/n)`` matrices; a reduce-scatter in f32 or wider, and an all-gather in
       the dtype of the updates; two temporary copies of the matrices, which are not in memory at the
-      same time. The two collectives together send the bytes of a ring all-reduce times ``n
-      ceil(c/n) / c``, because the ``c`` matrices are padded with zeros to ``n ceil(c/n)`` matrices.
-      If this factor is above 2, gradients and updates are all-reduced instead, with a factor of 2.
-      If params are sharded over the replicas (FSDP) and ``inner`` reads params, the params are also
-      gathered. If params are sharded over another axis (tensor parallel), XLA shards or repeats the
-      arithmetic.
+      same time. The two collectives together send the bytes of a ring all-reduce times
+      ``n ceil(c/n) / c``, because the ``c`` matrices are padded with zeros to ``n ceil(c/n)``
+      matrices. If this factor is above 2, gradients and updates are all-reduced instead, with a
+      factor of 2. If params are sharded over the replicas (FSDP) and ``inner`` reads params, the
+      params are also gathered. If params are sharded over another axis (tensor parallel), XLA
+      shards or repeats the arithmetic.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with an ``inner`` that reads several

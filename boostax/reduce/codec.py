@@ -129,7 +129,7 @@ class Staged(Codec):
 def switched(
     index: jax.Array, sends: Sequence[Send], leaves: Arrays, state: PyTree, names: Names
 ) -> Message:
-    """Send leaves by the function at ``index``, a number that is equal on all replicas."""
+    """Send leaves by the function ``sends[index]``; ``index`` is equal on all replicas."""
     axes.require_invariant(index, "switched")
 
     def branch(send: Send) -> Message:

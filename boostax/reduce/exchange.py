@@ -134,9 +134,9 @@ def chunks(
       leaves: real arrays of one kind.
       slices: number of slices of each leaf.
       bucket_bytes: leaves of fewer bytes of f32 are packed, up to this number of bytes in a pack.
-        ``None`` packs leaves below ``max(64 KiB, 4 KiB * slices)``, up to ``max(8 MiB, 64 KiB *
-        slices)`` in a pack. Between CPU processes, where XLA does not merge messages, ``None``
-        packs leaves below 1 MiB, up to 1 MiB in a pack.
+        ``None`` packs leaves below ``max(64 KiB, 4 KiB * slices)``, up to
+        ``max(8 MiB, 64 KiB * slices)`` in a pack. Between CPU processes, where XLA does not merge
+        messages, ``None`` packs leaves below 1 MiB, up to 1 MiB in a pack.
       by_leaf: whether each leaf in a pack begins with a new block.
     """
     if bucket_bytes is None and not axes.sent_apart():

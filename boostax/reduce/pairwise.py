@@ -313,9 +313,9 @@ def _weight(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the factor by which ``a`` is multiplied, ``1 - a.b / 2|a|**2``, as a quotient.
 
-    Exchange a and b for the factor of ``b``. With powers of two, the factor is ``2**unit - 2**cross
-    * dot / (2 * norm)``, where ``dot`` is ``a.b`` and ``norm`` is ``|a|**2``. The factor of a zero
-    row is ``2**unit``. The factor of two equal rows is half of ``2**unit``.
+    Exchange a and b for the factor of ``b``. With powers of two, the factor is
+    ``2**unit - 2**cross * dot / (2 * norm)``, where ``dot`` is ``a.b`` and ``norm`` is ``|a|**2``.
+    The factor of a zero row is ``2**unit``. The factor of two equal rows is half of ``2**unit``.
 
     ``same`` is needed because the dot products of equal rows may differ in their last bit: XLA
     contracts some products to fused multiply-adds. If a value is NaN, these comparisons are false,

@@ -93,12 +93,13 @@ def value_and_grad(
     of the leaves that ``boostax.carry`` overwrites are not scaled or averaged; they are combined
     over micro-batches by the rules of ``carry``.
 
-    If a loss has several terms, each a mean over its own number of tokens or rows, return ``{"ce":
-    (sum, count), "z": (0.1 * sum, count)}`` instead of a scalar. The loss is then :math:`\sum_t S_t
-    / N_t` with sums and counts of the whole batch, however the batch is divided into micro-batches
-    and replicas. A term with count 0 is 0. Sums and counts may be arrays, which are summed in f32
-    or wider. Counts are not differentiated, and are summed before the single backward pass. For a
-    window over several calls, name the terms in ``boostax.accumulate(normalize=)``.
+    If a loss has several terms, each a mean over its own number of tokens or rows, return
+    ``{"ce": (sum, count), "z": (0.1 * sum, count)}`` instead of a scalar. The loss is then
+    :math:`\sum_t S_t / N_t` with sums and counts of the whole batch, however the batch is divided
+    into micro-batches and replicas. A term with count 0 is 0. Sums and counts may be arrays, which
+    are summed in f32 or wider. Counts are not differentiated, and are summed before the single
+    backward pass. For a window over several calls, name the terms in
+    ``boostax.accumulate(normalize=)``.
 
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
     ``mesh``, call the result in plain ``jit`` on global arrays. The loss is then mapped over only
@@ -136,9 +137,9 @@ def value_and_grad(
       number, the loss receives the leaf unchanged, and the gradient is ``None``. Cost: with
       ``axis_name``, one scalar all-reduce for the loss, one all-reduce for each leaf of ``Aux``,
       and three for each term; with micro-batches, see ``boostax.train.microbatch``. The counts of
-      terms need an additional pass over the batch, which computes only the counts, such as a mask,
-      and not the model. ``fn.loss_at(batch, *, key=None, model_state=None)`` returns the loss as a
-      function of only the params, for line searches.
+      terms need an additional pass over the batch, which computes only what the counts need, such
+      as a mask, and not the model. ``fn.loss_at(batch, *, key=None, model_state=None)`` returns the
+      loss as a function of only the params, for line searches.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is not a floating

@@ -53,8 +53,8 @@ def make_train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if the state has a key
-        and a model state. ``loss_fn`` also receives the keywords of a call, ``step(state, batch,
-        beta=0.1)``, which are not split over the replicas.
+        and a model state. ``loss_fn`` also receives the keywords of a call,
+        ``step(state, batch, beta=0.1)``, which are not split over the replicas.
       tx: the optimizer.
       mesh: device mesh; ``None`` for one device.
       axis_name: the axis, or axes, of the mesh over which the batch is split; by default the mesh's
