@@ -7,7 +7,7 @@ point. A decaying learning rate removes the same random movement. An average cha
 state whether the step was applied. Inside a gate, the average is computed in the branch of the
 gate.
 
-Exponential and uniform averages share one formula, with :math:`p_n` the :math:`n`-th sampled
+Exponential and uniform averages share one formula, where :math:`p_n` are the :math:`n`-th sampled
 params:
 
 .. math:: a_n = a_{n-1} + w_n\,(p_n - a_{n-1}), \qquad w_1 = 1

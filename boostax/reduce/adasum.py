@@ -68,8 +68,8 @@ def adasum(
     leaf by leaf. Orthogonal gradients are added, parallel gradients are averaged, and the result of
     equal gradients is the same gradient bit for bit. More than two gradients are combined as a
     tree, neighbours first, ((0,1),(2,3)). A gradient without a partner moves up to the next level.
-    So the learning rate of a single replica suits any number of replicas. The card
-    ``docs/cards/adasum.md`` says when to use AdaSum.
+    Because parallel gradients are averaged, not added, the learning rate of a single replica suits
+    any number of replicas. The card ``docs/cards/adasum.md`` says when to use AdaSum.
 
     Use ``adasum`` instead of a mean, first in the inner chain: ``chain(adasum("data"), clip,
     adamw)``.

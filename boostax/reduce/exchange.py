@@ -214,7 +214,8 @@ def exchange(
       sent: the chunks.
       arrays: the chunks' arrays, or slices of the arrays from an earlier exchange.
       names: axes of the replicas.
-      wire: a half dtype, or ``None``. In f16, every leaf is sent with its own power of two.
+      wire: a half dtype, or ``None``. In f16, every leaf is divided by its own power of two before
+        it is sent.
       common: further axes over which leaves are sharded. The power of two of a leaf must be equal
         over these axes.
       by_leaf: whether to compute powers of two for the leaves with every wire dtype, not only f16.

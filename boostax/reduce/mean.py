@@ -128,13 +128,12 @@ def all_reduce(
 
     Returns:
       A transformation without state. The sum is computed in f32 or wider and cast back to the
-      gradients' dtype, with saturation. Cost: ``jax.lax.pmean`` of each leaf in its own shape, one
-      all-reduce per leaf in the traced program, which XLA may merge (4 bytes an element on the
-      wire, times ``2 (n-1)/n`` on a ring). With ``wire_dtype``, the cost is 2 bytes an element, by
-      an all-to-all and an all-gather of each leaf, split along one of its dimensions, and of each
-      pack of small leaves. In f16, there are two more gathers of 4 bytes a leaf. Compiled for TPU
-      v5e, a train step of 67 M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step
-      with the f32 mean.
+      gradients' dtype, with saturation. Cost: one all-reduce for each leaf in its own shape
+      (``jax.lax.pmean``), which XLA may merge; 4 bytes an element on the wire, times ``2 (n-1)/n``
+      on a ring. With ``wire_dtype``, the cost is 2 bytes an element, by an all-to-all and an
+      all-gather of each leaf, split along one of its dimensions, and of each pack of small leaves.
+      In f16, there are two more gathers of 4 bytes a leaf. Compiled for TPU v5e, a train step of 67
+      M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step with the f32 mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already

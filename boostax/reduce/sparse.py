@@ -277,8 +277,8 @@ class Largest(Codec):
 class Threshold(Codec):
     """Send the elements that reach a threshold: sparse if the message has room, else a dense mean.
 
-    Shapes are static, so a sparse message has room for a fixed share of each leaf, and the sparse
-    and the dense form are branches. The replicas agree on a branch before they send.
+    Shapes are static, so a sparse message has room for a fixed share of each leaf. The sparse form
+    and the dense form are branches of one program. The replicas agree on a branch before they send.
 
     Attributes:
       capacity: share of each leaf for which a sparse message has room; with 1, every step is dense.
@@ -383,8 +383,8 @@ def top_k_reduce(
       wire_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
         errors remain in the residual.
       bits: 2 sends the sign of a value, and whether its magnitude is above the mean of its block
-        (or leaf). The mean magnitudes above and below need 4 bytes a block. Errors remain in the
-        residual. ``None`` sends values in ``wire_dtype``.
+        (or leaf). The two mean magnitudes, above and below this mean, need 4 bytes a block. Errors
+        remain in the residual. ``None`` sends values in ``wire_dtype``.
       error_feedback: whether to keep the elements that were not sent. Without error feedback, most
         params never change.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
