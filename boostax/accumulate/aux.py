@@ -4,8 +4,8 @@ r"""Combine the auxiliary results of a loss over micro-batches, replicas and cal
 All means follow one rule: weighted values and weights are summed, and the sums are divided once.
 
 The slices :math:`i` of a batch are micro-batches, replicas, or the calls of a window. Slice
-:math:`i` has the mean :math:`x_i` over a number :math:`w_i` of tokens, its weight. The mean over
-all slices is
+:math:`i` has the mean :math:`x_i` over :math:`w_i` tokens, and :math:`w_i` is the weight of the
+slice. The mean over all slices is
 
 .. math:: \bar x = \sum_i w_i x_i \big/ \sum_i w_i.
 
@@ -21,10 +21,10 @@ replicas of a step           local; then the mean over the    by ``value_and_gra
 calls of a window            either of these                  by ``accumulate``, at its end
 ============================ ================================ ===================================
 
-A loss of several terms :math:`t`, each a sum :math:`s_{t,i}` with its count :math:`n_{t,i}`, is
-:math:`\sum_t \sum_i s_{t,i} / \sum_i n_{t,i}`. The counts of one call are summed before the
-backward pass, so one backward pass is enough. The counts of a window are known only at the end of
-the window, so a window stores a separate gradient sum for each term.
+If term :math:`t` of a loss has the sum :math:`s_{t,i}` and the count :math:`n_{t,i}` in slice
+:math:`i`, the loss is :math:`\sum_t \sum_i s_{t,i} / \sum_i n_{t,i}`. The counts of one call are
+summed before the backward pass, so one backward pass is enough. The counts of a window are known
+only at the end of the window, so a window stores a separate gradient sum for each term.
 
 Gradients stay local to each replica: replica :math:`r` multiplies its gradient by :math:`n\,w_r /
 \sum_r w_r`, so that a *mean* over the :math:`n` replicas is the mean over all tokens.
@@ -48,21 +48,21 @@ _WHO = "value_and_grad"
 class Aux(NamedTuple):
     """Auxiliary results of a loss function, which boostax combines over micro-batches and replicas.
 
-    Return ``(loss, Aux(...))`` with ``has_aux=True``. Any other auxiliary tree passes through as in
-    ``jax.value_and_grad``.
+    Return ``(loss, Aux(...))`` with ``has_aux=True``. An aux of another class is returned
+    uncombined, as by ``jax.value_and_grad``.
 
     Attributes:
       weight: scalar, the number of items (tokens, unmasked examples) over which the loss is a mean.
-        Micro-batches, windows and replicas are averaged with these weights, or equally with
+        Means over micro-batches, windows and replicas use these weights, or equal weights for
         ``None``.
-      model_state: the new state of the model (BatchNorm statistics), passed on from micro-batch to
-        micro-batch and from step to step.
+      model_state: the new state of the model (BatchNorm statistics), which the next micro-batch or
+        step receives.
       metrics: tree of arrays to report. Floating arrays are averaged like the loss, in f32 or
         wider, and integers are summed.
       means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert.
-        Sums and counts, of any shapes that broadcast, are summed over micro-batches and replicas,
-        and divided once; a count of 0 gives 0. The returned ``Aux`` has the quotients, also for
-        each term of the loss.
+        The sums and the counts are added over micro-batches and replicas, and then divided once;
+        their shapes must broadcast. A count of 0 gives 0. The gradient function returns the
+        quotients in ``means``, with the mean of each term of the loss.
 
     Example:
       >>> import boostax
@@ -84,7 +84,7 @@ class Joint(NamedTuple):
 
 
 def as_aux(aux: PyTree) -> Aux:
-    """Return the ``Aux`` in ``aux``, or an empty one."""
+    """Return the ``Aux`` in ``aux``, or an empty ``Aux``."""
     aux = aux.combined if isinstance(aux, Joint) else aux
     return aux if isinstance(aux, Aux) else Aux()
 
@@ -95,7 +95,7 @@ def own_of(aux: PyTree) -> PyTree:
 
 
 def as_given(aux: Aux, other: PyTree, like: PyTree) -> PyTree:
-    """Return both parts in the structure of ``like``, the aux that the loss returned."""
+    """Return ``aux`` and ``other`` in the form of ``like``, the aux that the loss returned."""
     return Joint(aux, other) if isinstance(like, Joint) else aux if isinstance(like, Aux) else other
 
 
@@ -126,7 +126,7 @@ def pairs(who: str, argument: str, tree: PyTree) -> dict[str, tuple[jax.Array, j
 
 
 def reported(aux: PyTree, terms: Sequence[str], replicas: int) -> PyTree:
-    """Return ``aux`` with quotients of the summed pairs, and the terms' counts as the weight."""
+    """Return ``aux`` with the quotient of each pair, and with the terms' counts as the weight."""
     combined = as_aux(aux)
     weight = {name: combined.means[name][1] / replicas for name in terms} or combined.weight
     means = {name: drop_empty(divide(x, n), n) for name, (x, n) in combined.means.items()}
@@ -136,7 +136,8 @@ def reported(aux: PyTree, terms: Sequence[str], replicas: int) -> PyTree:
 def weigh(tree: PyTree, weight: jax.Array) -> PyTree:
     """Multiply floating leaves by ``weight``, in f32 or wider; return integers unchanged.
 
-    Integers are counts. Token counts in f16 would overflow at 65504, and be rounded from 2048 on.
+    Integers are counts. In f16, token counts would overflow at 65504, and counts above 2048 would
+    be rounded.
     """
     tree = _map_floating(trees.at_least_float32, tree)
     return drop_empty(_map_floating(lambda x: x * weight.astype(x.real.dtype), tree), weight)
@@ -172,17 +173,18 @@ def any_items(weight: PyTree) -> jax.Array:
 
 
 class UncountedError(Exception):
-    """Signal that ends the first trace of a loss of terms; the second trace has the counts."""
+    """Signal that ends the first trace of a loss with terms, before the counts are known."""
 
 
 def of_slice(
     result: PyTree, counts: PyTree, window: tuple[str, ...] | None = None, least: float = 1.0
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Return the loss of a slice, the terms of this loss, and the aux.
+    """Return the loss of a slice, the same loss as an array of terms, and the aux.
 
-    The mean of the loss over all slices is the full loss. ``window`` has the names of the terms
-    that the window in the state sums, or is ``None`` without a window. A window divides at its end,
-    so here the terms ``[terms]`` with count 0 are divided by ``least``.
+    The mean of this loss over all slices is the loss of the batch. ``window`` has the names of the
+    terms that a window in the state sums, or is ``None`` without a window. In the array of terms,
+    the sum of a term with count 0 is divided by ``least``, because a window divides by the count
+    only at its end.
     """
     loss, aux = result
     by_term = loss
@@ -259,8 +261,8 @@ def _map_floating(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
 def addends(tree: PyTree, narrow: jnp.dtype) -> PyTree:
     """Cast gradients to f32, or to the dtype of the sum if that dtype is wider.
 
-    Then a sum narrower than f32 rounds once per addition. If the gradient were rounded before its
-    weight is applied, the weight would multiply the rounding error, and values that are small
-    before weighting would underflow.
+    So a sum in a narrower dtype than f32 is rounded once per addition. If the gradient were rounded
+    before its weight is applied, the weight would multiply the rounding error, and small values
+    would underflow before they are weighted.
     """
     return jax.tree.map(lambda g: g.astype(jnp.promote_types(trees.wide_dtype(g), narrow)), tree)

@@ -3,7 +3,7 @@
 
 A ``custom_vjp`` can return anything as the cotangent of an argument. Flax's fp8 layers return new
 amax histories and scales (collection ``_overwrite_with_gradient``), and routers return new biases.
-An optimizer would treat these values as gradients.
+Without ``carry``, an optimizer would treat these values as gradients.
 
 References:
   Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433, 2022.
@@ -40,8 +40,8 @@ class CarryState(NamedTuple):
 
     Attributes:
       open: bool, whether a window is open.
-      window: for each rule, a tree like the params with the values of the open window, and
-        ``optax.MaskedNode`` for leaves without this rule.
+      window: for each rule, a tree like the params: the values of the open window for the leaves
+        with this rule, and ``optax.MaskedNode`` for all other leaves.
       inner_state: state of the inner transformation, which has no carried leaves.
     """
 
@@ -68,25 +68,25 @@ def carry(
     and the leaf is set when ``inner`` updates the params. If a gate in ``inner`` skips the step,
     the leaf stays unchanged. A carried leaf is neither scaled, clipped, decayed, averaged nor
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
-    carried, and combines micro-batches by the same rules.
+    carried, and combines their values over micro-batches by the same rules.
 
-    Put ``carry`` outermost; only ``scheduled_freeze`` may be around ``carry``. Apply the result
-    with ``boostax.apply_gradients``, which can set params; the sum of a param and an update would
-    be rounded.
+    Put ``carry`` outermost; only ``scheduled_freeze`` may be around ``carry``. Apply the gradients
+    with ``boostax.apply_gradients``, which can set params. The pure ``update`` could only add an
+    update to a param, and the sum would be rounded.
 
     Args:
       inner: the optimizer, its gates included.
-      rules: ``"max"``, ``"sum"`` or ``"last"`` by path. ``"router/bias"`` sets the rule of every
-        leaf whose path contains these components in a row. The first matching rule applies. The
-        default is ``"max"`` for Flax's fp8 metadata.
+      rules: a dict from paths to ``"max"``, ``"sum"`` or ``"last"``. The path ``"router/bias"``
+        matches every leaf whose path contains these two components in a row. The first matching
+        rule applies. The default is ``"max"`` for Flax's fp8 metadata.
       axis_name: replica axis (or axes) over which values are combined; ``"last"`` selects the value
-        of the last replica. With ``None``, a train step supplies its own axis if a part inside
-        reduces; elsewhere there is no axis.
+        of the last replica. With ``None``, a train step supplies its own axis if ``inner`` has a
+        reduction; elsewhere there is no axis.
 
     Returns:
-      A gate with a ``CarryState``. A value that is not finite is never set, and counts as an
-      overflow for a loss scaler in ``inner``, which skips the step. Cost: one copy of the carried
-      leaves; one collective of a few bytes per carried leaf and call with ``axis_name``.
+      A gate with a ``CarryState``. A value that is not finite is never set. A loss scaler in
+      ``inner`` treats such a value as an overflow, and skips the step. Cost: one copy of the
+      carried leaves; one collective of a few bytes per carried leaf and call with ``axis_name``.
 
     Raises:
       ValueError, TypeError: an argument out of range, or an axis that is not bound; at ``init``, a
@@ -185,7 +185,7 @@ class _Carry(NamedTuple):
 
 
 def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
-    """Return the rules of the ``CarryState`` in a state, by complete paths.
+    """Return the rules of the ``CarryState`` in a state, with the complete paths as the keys.
 
     Raises:
       ValueError: the optimizer would treat leaves of Flax's collection as gradients.
@@ -219,7 +219,7 @@ def values(tree: PyTree, names: Container[str]) -> Carried:
 
 
 def restored(tree: PyTree, carried: Carried) -> PyTree:
-    """Insert the carried leaves into a tree from ``without``."""
+    """Insert the carried leaves into a tree that ``without`` returned."""
     return _map(lambda name, x: carried.get(name, x), tree, is_leaf=trees.is_masked)
 
 
@@ -229,7 +229,7 @@ def combine(rule: Rule, old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def nothing(rule: Rule, like: jax.Array) -> jax.Array:
-    """Return the neutral element of ``combine``."""
+    """Return the neutral element of ``combine`` with this rule."""
     return jnp.full_like(like, -jnp.inf if rule == "max" else 0)
 
 
@@ -258,7 +258,7 @@ def _over_replicas(rules: Rules, new: Carried, names: tuple[str, ...]) -> Carrie
 
 
 def _closed(trained: PyTree, params: PyTree, state: CarryState, is_applied: jax.Array) -> Stepped:
-    """Set the carried leaves if ``is_applied``; the window is open if one inside is open."""
+    """Set the carried leaves if ``is_applied``; keep the window open if an inner window is open."""
     new = {name: x for tree in state.window.values() for name, x in trees.named(tree)}
     old = values(params, new)
     chosen = {name: jnp.where(is_applied, x, old[name]) for name, x in new.items()}

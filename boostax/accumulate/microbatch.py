@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation inside one step: a scan over micro-batches.
 
-The result equals the result for the whole batch, with the activations of one micro-batch in memory.
-Gradients are summed locally in f32, so a reduction over replicas runs once, after the scan.
+The result equals the result for the whole batch, but only the activations of one micro-batch are in
+memory. Each replica sums its gradients in f32, so a reduction over replicas runs once, after the
+scan.
 """
 
 from collections.abc import Callable
@@ -57,33 +58,34 @@ def microbatch(
 
     where :math:`w_i` is the ``Aux.weight`` of micro-batch :math:`i`, or 1 without a weight. So a
     mean over tokens stays exact if micro-batches have different numbers of tokens. Unless the batch
-    is stacked, micro-batch ``i`` of ``k`` has the rows ``i, i + k, ...``. So no data moves between
-    devices if the batch is sharded along its first dimension.
+    is stacked, micro-batch ``i`` of ``k`` has the rows ``i, i + k, ...``. With this choice of rows,
+    no data moves between devices if the batch is sharded along its first dimension.
 
     Args:
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
         ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
       microbatches: number of micro-batches, which must divide the leading dimension of every leaf
-        in the batch. With 1 the function is returned unchanged. Use ``"stacked"`` for a batch that
-        is already split, as for ``lax.scan``: ``[k, rows, ...]``.
+        in the batch. With 1, ``value_and_grad_fn`` is returned unchanged. Use ``"stacked"`` for a
+        batch that is already split, as for ``lax.scan``: ``[k, rows, ...]``.
       has_aux: as in ``jax.value_and_grad``. The docstring of ``boostax.Aux`` states how the fields
         of an ``Aux`` are combined.
-        Any other aux is stacked, so its leaves have a leading dimension ``[microbatches]``. If a
-        leaf has one element per row, ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores
-        the order of the batch.
-      normalize: ``"mean"``, or ``"sum"`` for losses that are sums.
+        An aux of another class is stacked, so its leaves have a leading dimension
+        ``[microbatches]``. If a leaf has one element per row,
+        ``aux.swapaxes(0, 1).reshape(-1, *aux.shape[2:])`` restores the order of the batch.
+      normalize: ``"mean"``, or ``"sum"`` if the loss is a sum over the rows.
       dtype: dtype of the gradient sum; sums of f64 and complex gradients stay f64 and
         complex. The sum is rounded once per micro-batch, as in ``accumulate``, and once after the
         division.
-      rules: rules of ``boostax.carry`` for leaves whose gradient is their new value; such leaves
-        are combined by their rule, and not averaged.
+      rules: rules of ``boostax.carry`` for leaves whose gradient is their new value; these leaves
+        are combined by their rules instead of averaged.
 
     Returns:
-      A function with the same signature and results; gradients are in the accumulator dtype, loss
-      and floating metrics in f32 or wider. A keyword argument ``key`` is folded with the
-      micro-batch's index. A keyword argument ``model_state`` is passed from one micro-batch to the
-      next through ``Aux.model_state``, and a keyword argument ``threaded`` through a third result.
-      Cost: one copy of the gradients; activations of one micro-batch; no collective.
+      A function with the same signature and results; gradients are in ``dtype``, and loss and
+      floating metrics are in f32 or wider. The index of each micro-batch is folded into a keyword
+      argument ``key``. The keyword argument ``model_state`` of the next micro-batch is
+      ``Aux.model_state`` of the micro-batch before. The keyword argument ``threaded`` is the third
+      result of ``value_and_grad_fn``, in the same way. Cost: one copy of the gradients; activations
+      of one micro-batch; no collective.
 
     Raises:
       ValueError: the batch is not divisible, or an argument is out of range.
@@ -172,7 +174,7 @@ def require_count(who: str, microbatches: Count) -> Count:
 
 
 def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
-    """Return the split leaves, the number of micro-batches, and the dimension of micro-batches.
+    """Return the split leaves, the number of micro-batches, and their dimension in the leaves.
 
     Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which preserves a sharding of
     the rows.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation over calls: ``inner`` runs once per window of micro-steps.
 
-The first micro-step of a window overwrites the sum, and later micro-steps add to the sum, so no
-branch resets the buffer, and the compilers for CPU, TPU v5e and H100 add in place. A NaN does not
-pass into the next window, as it would if a multiplication with zero reset the sum. The inner
-transformation is compiled, with its collectives, into a branch that only the last micro-step runs.
+The first micro-step of a window overwrites the sum, and later micro-steps add to the sum. So no
+branch resets the sum, and the compilers for CPU, TPU v5e and H100 add in place. A NaN does not pass
+into the next window. If the sum were reset by a multiplication with zero, a NaN would remain. The
+inner transformation is compiled, with its collectives, into a branch that only the last micro-step
+runs.
 """
 
 import contextlib
@@ -46,9 +47,10 @@ class Window(NamedTuple):
     The sums are stale while ``micro_step`` is 0, and the next call then overwrites them.
 
     Attributes:
-      grads: tree like the params, in the accumulator dtype; with terms each leaf is
-        ``[terms, ...]``.
-      weight: f32 scalar with ``normalize="weight"``, f32 ``[terms]`` with terms, else ``None``.
+      grads: tree like the params, in the ``dtype`` of ``accumulate``; if ``normalize`` names terms,
+        each leaf is ``[terms, ...]``.
+      weight: f32 scalar with ``normalize="weight"``; a dict with an f32 scalar for each term if
+        ``normalize`` names terms; else ``None``.
     """
 
     grads: PyTree  # shapes of the params, or [terms, *shape]; accumulator dtype
@@ -59,10 +61,11 @@ class AccumulateState(NamedTuple):
     """State of ``accumulate``.
 
     Attributes:
-      micro_step: i32, number of micro-steps in the open window; 0 if none is open.
-      optimizer_steps: i32, number of applied windows, the argument of an ``every`` schedule.
-      skipped: i32, calls since the start that closed a window without applying the result, because
-        its weights or sums were not usable or ``inner`` skipped the step.
+      micro_step: i32, number of micro-steps in the open window; 0 if no window is open.
+      optimizer_steps: i32, number of applied windows; the argument of ``every``, if ``every`` is a
+        function.
+      skipped: i32, number of calls that closed a window without applying the result: the weights or
+        sums were not usable, or ``inner`` skipped the step.
       applied: bool, whether the last call closed a window and applied its result.
       window: a ``Window``, inside a ``PerReplica`` if sums are local to replicas; ``None`` for
         ``every=1``.
@@ -88,7 +91,7 @@ class AccumulateState(NamedTuple):
         return self.micro_step > 0
 
     def summed_parts(self) -> list[PerReplica]:
-        """Return the window if ``reshard_state`` must preserve the sum over replicas."""
+        """Return ``[window]`` if ``reshard_state`` must preserve its sum, otherwise ``[]``."""
         if not isinstance(self.window, PerReplica):
             return []
         sums = any(x.sums_gradients() for x in trees.telling(self.inner_state, SumsGradients))
@@ -121,22 +124,22 @@ def accumulate(
 
     where :math:`w_i` is the extra argument ``weight=`` of ``update``: the number of tokens, for
     example, over which the loss of the micro-batch is a mean. The weights of all replicas are
-    summed, so that a following *mean* over ``axis_name`` is the mean over all tokens. In calls that
-    close no window, the updates are zero and ``inner`` does not run.
+    summed, so that a *mean* over ``axis_name`` in ``inner`` is the mean over all tokens. In calls
+    that close no window, the updates are zero and ``inner`` does not run.
 
     If ``normalize`` names the terms of a loss (see ``boostax.value_and_grad``), each term's
     gradient is summed separately and divided by the term's count in the whole window. Then
-    ``value_and_grad`` returns gradients of shape ``[terms, ...]``, and the counts in
-    ``Aux.weight``. Terms with the same count are cheaper as one term.
+    ``value_and_grad`` returns gradients of shape ``[terms, ...]``, and returns the counts in
+    ``Aux.weight``. Return terms with the same count as one term, which is cheaper.
 
     A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if all
     weights sum to less than 2**-64, or if a sum overflowed in a ``dtype`` with the range of f16. If
-    ``inner`` has a gate, the gate decides about such an overflow.
+    ``inner`` has a gate, the gate receives an overflowed sum, and decides.
 
     A loss scaler may be outside or inside (see ``docs/cards/accumulate.md``).
-    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the bad micro-batch, and the window ends
-    one call later. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window and is
-    cheaper.
+    ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the micro-batch that overflowed, and the
+    window ends one call later. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window
+    and is cheaper.
 
     Args:
       inner: the optimizer with its collectives; it receives gradients in f32 or wider.
@@ -145,30 +148,29 @@ def accumulate(
       normalize: ``"mean"``, ``"sum"`` or ``"weight"``; or the names of the loss's terms, such as
         ``("ce", "z")``.
       dtype: dtype of the sums; sums of f64 and complex gradients stay f64 and complex.
-        A gradient is added in f32 or wider, and the sum is rounded once. In f16 the sum of
-        :math:`w_i g_i` overflows at 65504, even if the mean does not, and the window is then
-        dropped.
+        Each gradient is added in f32 or wider, and the sum is then rounded once. In f16 the sum of
+        :math:`w_i g_i` overflows at 65504, even if the mean does not, and such a window is dropped.
       rounding: rounding of bf16 sums. ``"stochastic"`` rounds up or down at random, so that the
         expected value of the sum is exact for any number of gradients. With ``"nearest"`` a
         gradient of less than a 512th of the sum does not change the sum.
       sums: ``"local"`` stores a sum for each replica (``PerReplica``) and reduces once per window.
         ``"sharded"`` averages the gradients of each call over the replicas before the addition, and
         shards the sum like the params (FSDP, tensor parallel) or like the optimizer's state
-        (``shard_optimizer``). Then ``all_reduce()`` inside sends nothing, other reductions are
-        refused, and norms are norms of the mean gradient. In your own ``shard_map`` or ``pmap`` use
-        ``"local"``, because the sum is not sharded there.
-      axis_name: replica axis (or axes). Gradients must then be local; see
-        ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if a part
-        inside reduces; elsewhere there is no axis.
+        (``shard_optimizer``). Then ``all_reduce()`` in ``inner`` sends nothing, other reductions
+        are refused, and norms are those of the mean gradient. In your own ``shard_map`` or ``pmap``
+        use ``"local"``, because the sum is not sharded there.
+      axis_name: replica axis (or axes). With an axis, gradients must be local; see
+        ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if
+        ``inner`` has a reduction; elsewhere there is no axis.
 
     Returns:
-      A transformation with an ``AccumulateState``. Cost: one copy of the params in
-      ``dtype`` per device, or per all devices with ``sums="sharded"`` (none for
-      ``every=1``). The collectives of ``inner`` run once per window; with ``sums="sharded"`` a mean
-      runs in each call instead. ``"weight"`` and f16 sums need a collective of 4 bytes per window,
-      and f16 sums are read once more. ``boostax.apply_gradients`` makes no temporary copy on CPU,
-      TPU v5e and H100; the pure ``update`` makes a copy of the params. K terms need K copies and K
-      backward passes per call, and on CPU a temporary copy if ``inner`` is a gate.
+      A transformation with an ``AccumulateState``. Cost: one copy of the params in ``dtype`` on
+      each device, or with ``sums="sharded"`` one copy in total; none for ``every=1``. The
+      collectives of ``inner`` run once per window; with ``sums="sharded"`` a mean runs in each call
+      instead. ``"weight"`` and f16 sums need a collective of 4 bytes per window, and f16 sums are
+      read once more. ``boostax.apply_gradients`` makes no temporary copy on CPU, TPU v5e and H100;
+      the pure ``update`` makes a copy of the params. K terms need K copies and K backward passes
+      per call, and on CPU a temporary copy if ``inner`` is a gate.
 
     Raises:
       ValueError, TypeError: an argument out of range; in ``init``, sharded sums around a reduction
@@ -255,7 +257,7 @@ class _Windows(NamedTuple):
     def step(
         self, grads: Pending, state: AccumulateState, params: PyTree, *, apply: bool, **extra: Any
     ) -> Stepped:
-        """Add a gradient, and close the window if this was its last micro-step."""
+        """Add a gradient, and close the window after its last micro-step."""
         axes.require_local(grads.raw, self.names + self.averaged, _WHO)
         if self.averaged and self.normalize != "weight":
             # The raw gradient is sent, because its product with the factors would first be written
@@ -334,7 +336,7 @@ class _Windows(NamedTuple):
         return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
-        """Close the window if ``ends``; otherwise return the inner state and False: not applied."""
+        """Close the window if ``ends``; otherwise return the inner state, and False as the flag."""
         unchanged = call.state.inner_state, jnp.asarray(False)
         how: dict[str, Any] = {"apply": call.apply, "who": _WHO, "names": self.names}
         return gate.run_or_hold(
@@ -389,7 +391,7 @@ class _Windows(NamedTuple):
 
 
 def _refused(params: PyTree) -> PyTree:
-    """Refuse a line search: the last micro-batch's loss does not fit the window's gradient."""
+    """Refuse a line search, whose loss would be of the last micro-batch, not of the window."""
     got = "a window of several calls, whose earlier micro-batches are no longer in memory"
     hint = "With make_train_step(microbatches=...) the loss is that of all micro-batches."
     raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
@@ -399,7 +401,7 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
     """Return the terms that the windows in a state sum separately; ``None`` without a window.
 
     A window that some leaves bypass cannot have terms, because the gradients of those leaves would
-    have the dimension of terms.
+    have a dimension ``[terms]`` that is never summed.
     """
     masks = optax.MaskedState, optax.ConditionallyTransformState, CarryState
     masked = trees.find(opt_state, lambda x: isinstance(x, masks))
@@ -425,7 +427,7 @@ def _next(state: AccumulateState, count: jax.Array, closed: Stepped, ended: jax.
 
 
 def has_updated(opt_state: PyTree) -> jax.Array:
-    """Return whether the last call changed the params by a window that closed and was applied.
+    """Return whether the last call closed a window and applied its result to the params.
 
     Schedules, EMAs and logging outside the transformation should count only these calls.
 

@@ -23,24 +23,24 @@ def prefix_groups(
     r"""Cut the params into ``n`` groups of consecutive layers, in the order of the forward pass.
 
     Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`: groups differ by one
-    layer at most. Groups have equally many layers, not elements, because a frozen prefix saves the
-    backward pass of its layers. Convolutions need most of the time and have few elements, while an
-    embedding needs no time and has many elements.
+    layer at most. Groups have equal numbers of layers, not of elements, because a frozen prefix
+    saves the backward pass of its layers. Convolutions need most of the time and have few elements,
+    while an embedding needs no time and has many elements.
 
     Leaves that share a parent module, such as a kernel and its bias, form a layer. A module with
-    only vectors and scalars (a norm) joins the previous layer, or the next if it is the first. Each
-    leaf directly in the top container is a layer.
+    only vectors and scalars (a norm) joins the previous layer; if there is no previous layer, the
+    module joins the next layer. Each leaf directly in the top container is a layer.
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
       n: number of groups, at most the number of layers.
-      order: path names, or prefixes of them (``"block_0"``), in the order of the forward pass, as
-        ``forward_order`` returns them. The first entry that matches one of a layer's leaves
-        determines the position of the layer. ``None`` means the order of the tree: lists by
+      order: path names, or prefixes of path names (``"block_0"``), in the order of the forward
+        pass; ``forward_order`` returns such names. The first entry that matches one of a layer's
+        leaves determines the position of the layer. ``None`` means the order of the tree: lists by
         index, dicts by key with numbers in numerical order (``block_2`` before ``block_10``). The
-        order of the tree is the forward order only if the names are numbered so.
+        order of the tree is the forward order only if the names are numbered in forward order.
       level: number of leading path components that make a layer. With 1, ``block_0`` is one layer;
-        with ``None``, each module inside ``block_0`` is.
+        with ``None``, each module inside ``block_0`` is a layer.
 
     Returns:
       A tree like ``params`` of Python ints from 0 to ``n - 1``, the group of each leaf. Cost: none;
@@ -59,8 +59,8 @@ def prefix_groups(
       ({'bias': 0, 'kernel': 0}, {'scale': 0}, {'bias': 1, 'kernel': 1})
 
     References:
-      ``mindspore.boost.GradientFreeze`` groups by the order and the names of the params, and
-      freezes nothing, without a warning, if there are fewer layers than groups.
+      ``mindspore.boost.GradientFreeze`` groups by the order and the names of the params. If there
+      are fewer layers than groups, MindSpore freezes nothing, and does not warn.
     """
     who = "prefix_groups"
     checks.positive_int(who, "n", n, "4 cuts the layers into quarters.")
@@ -91,11 +91,12 @@ def mindspore_groups(
 ) -> Labels:
     """Return groups for which depth ``i`` trains the params that MindSpore trains at index ``i``.
 
-    Params fill buckets in their order, the vectors of a module last. A vector is added to the last
-    bucket. Any other param, including a scalar, opens a new bucket if the last bucket has three
-    params or more. Depth ``i`` trains the buckets from ``i * (buckets // n)`` on. With fewer
-    buckets than ``n``, all leaves are in the last group, so every depth trains all leaves, as in
-    MindSpore. ``prefix_groups`` refuses fewer layers than groups.
+    Params fill buckets layer by layer, in forward order; the vectors of a layer come last. A vector
+    is added to the last bucket. Any other param, including a scalar, opens a new bucket if the last
+    bucket has three params or more. Depth ``i`` trains the buckets from ``i * (buckets // n)`` on.
+    With fewer buckets than ``n``, all leaves are in the last group, so every depth trains all
+    leaves, as in MindSpore. In contrast, ``prefix_groups`` raises if there are fewer layers than
+    groups.
 
     Args:
       params: any tree of arrays or of ``jax.ShapeDtypeStruct``.
@@ -120,8 +121,8 @@ def mindspore_groups(
       ([0, 0, 1, 1], 2)
 
     References:
-      MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``. It recognises
-      vectors by ``bn`` and ``bias`` in their names.
+      MindSpore 2.10, ``mindspore/boost/grad_freeze.py``, ``split_parameters_groups``. MindSpore
+      recognises vectors by ``bn`` and ``bias`` in their names.
     """
     who = "mindspore_groups"
     checks.positive_int(who, "n", n, "10 is MindSpore's default.")
@@ -164,7 +165,8 @@ def param_groups(params: PyTree, groups: Sequence[PyTree]) -> list[list[str]]:
       [['conv1', 'conv2'], ['fc']]
 
     References:
-      ``mindspore.boost.GroupLossScaleManager``, whose ``loss_scale_groups`` are such lists.
+      ``mindspore.boost.GroupLossScaleManager``, whose ``loss_scale_groups`` are lists of arrays,
+      like ``groups``.
     """
     who = "param_groups"
     allowed = "lists that together contain every param once"
@@ -190,7 +192,7 @@ def _layers(
 ) -> dict[KeyPath, list[int]]:
     """Return the indices of the leaves of each layer, in the order of the forward pass.
 
-    The two leaves of each removed norm have indices after the last param.
+    The two leaves of each norm in ``removed`` have indices after those of the params.
     """
     treedef = jax.tree.structure(params)
     layers: dict[KeyPath, list[int]] = {}

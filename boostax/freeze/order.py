@@ -17,11 +17,11 @@ def forward_order(
 ) -> list[str]:
     """Return path names of the params in the order in which ``fn`` reads them.
 
-    A leaf counts as read where a product, a sum or a lookup first combines it with data, that is,
-    with a value that depends on ``args`` or ``kwargs``. Arithmetic among params alone (a cast, a
-    reshape, a slice) does not count, so a precision policy that first casts all params does not
-    change the order. The bodies of loops, branches, ``jit``, ``checkpoint``, ``custom_vjp`` and
-    ``shard_map`` are searched, too.
+    A leaf counts as read where a product, a sum or a lookup first combines the leaf with data: a
+    value that depends on ``args`` or ``kwargs``. Operations on only params (a cast, a reshape, a
+    slice) do not count. So a precision policy that first casts all params does not change the
+    order. The bodies of loops, branches, ``jit``, ``checkpoint``, ``custom_vjp`` and ``shard_map``
+    are searched, too.
 
     Pass the result to ``prefix_groups`` if the layers' names are not in forward order.
 
@@ -39,8 +39,8 @@ def forward_order(
       compiled.
 
     Raises:
-      ValueError: ``args`` and ``kwargs`` have no array; data in the closure of ``fn`` would look
-        like constants.
+      ValueError: ``args`` and ``kwargs`` have no array; arrays in the closure of ``fn`` would be
+        constants of the trace.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -55,7 +55,7 @@ def forward_order(
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:
-        """Return the origin of a value from its operands' origins; record params that meet data."""
+        """Return the origin of a value; record params that the operation combines with data."""
         leaves = frozenset[int]().union(*(x for x in origins if x is not None))
         if None not in origins:
             return leaves

@@ -50,13 +50,15 @@ class ScheduledFreezeState(NamedTuple):
         return {"frozen_groups": self.depth, "freeze_steps": self.steps}
 
     def next_variant(self) -> jax.Array:
-        """Return the variant of the next call: its depth."""
+        """Return the variant of the next call, which is the depth of the call."""
         return self.next_depth
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Freezing:
-    """The arguments of ``scheduled_freeze``, and a step's variants: see ``describe.variants_of``.
+    """The arguments of ``scheduled_freeze``, which define the variants of a step.
+
+    ``describe.variants_of`` finds these variants.
 
     Attributes:
       tx: the inner transformation.
@@ -75,7 +77,7 @@ class Freezing:
         return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
     def pruning(self, params: PyTree, depth: int) -> Pruning:
-        """Return the positions of a depth's inner state within the inner state for all depths.
+        """Return the leaf positions of one depth's inner state in the inner state for all depths.
 
         Raises:
           ValueError: the shape or path of a state leaf depends on which params are masked.
@@ -106,7 +108,7 @@ class Freezing:
         return state if isinstance(state, ScheduledFreezeState) else self.find(state.inner_state)
 
     def choice(self, params: PyTree, state: PyTree) -> Choice:
-        """Return the active leaves for each depth; the program chooses by the next depth."""
+        """Return the active leaves for each depth, and the index of the state's next depth."""
         plan = self.plan(params)
         return Choice(plan.index(self.find(state).next_depth), tuple(map(plan.active, plan.drawn)))
 
@@ -117,7 +119,7 @@ class Freezing:
         return state._replace(inner_state=self.pruning(params, depth).take(state.inner_state))
 
     def changed(self, params: PyTree, depth: int | None, change: Change, old: Stepped) -> Stepped:
-        """Return params and state after a change at ``depth``, by default at the schedule's depth.
+        """Return params and state after ``change`` at ``depth``, or at the scheduled depth.
 
         Each depth has its own branch, which receives the active leaves and writes them in place. A
         single switch over all depths would be slower, because XLA:CPU and XLA:GPU copy the results
@@ -228,7 +230,7 @@ def _following(
 
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
-    """Set the schedules' counts in one depth's state to the number of steps in the run."""
+    """Set the counts of Optax's schedules, in the state of one depth, to the steps of the run."""
     # optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams have these
     # states.
     classes = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
@@ -248,30 +250,31 @@ def scheduled_freeze(
     moments: Moments = "shared",
     repeat: bool = False,
 ) -> ScheduledFreeze:
-    r"""Train only the groups from the scheduled depth on; freeze the groups before it.
+    r"""Train only the groups from the scheduled depth on; freeze all earlier groups.
 
     At a step of depth :math:`d` the leaves of groups :math:`0 \dots d-1` are frozen. Their params,
     moments, accumulated gradients and residuals stay unchanged bit for bit. ``inner`` receives an
     ``optax.MaskedNode`` for each frozen leaf, so frozen leaves take no part in clipping, weight
-    decay, checks of finiteness and reductions. Later steps of smaller depth continue from these
-    values.
+    decay, checks of finiteness and reductions. A later step of smaller depth trains these leaves
+    again, from the values before the freeze.
 
     Put ``scheduled_freeze`` around scalers and windows, and put ``average_params`` and ``on_mesh``
     around ``scheduled_freeze``. ``make_train_step`` compiles one step for each depth that the
     schedule draws. Each step differentiates only the active leaves, so the backward pass ends at
-    the first active layer. In your own loop, pass the depth as a Python integer to both functions.
-    Here ``freeze`` is the result of this function, and ``tx`` may wrap ``freeze``::
+    the first active layer. In your own loop, pass the depth as a Python integer to ``active`` and
+    ``apply_gradients``. Here ``freeze`` is the result of ``scheduled_freeze``, and ``tx`` is
+    ``freeze`` or a transformation around ``freeze``::
 
       active = freeze.active(params, depth)
       loss, grads = boostax.value_and_grad(loss_fn)(params, opt_state, batch, active=active)
       params, opt_state = boostax.apply_gradients(tx, grads, opt_state, params, depth=depth)
 
-    Without ``depth``, the compiled program looks up the depth, and gradients must have every leaf.
-    With ``active=freeze.choice(params, opt_state)`` that program also ends the backward pass at the
-    depth. Use this form for ``jax.lax.scan`` over steps.
+    Without ``depth``, the compiled program reads the depth from the state, and gradients must have
+    every leaf. With ``active=freeze.choice(params, opt_state)``, such a program also ends the
+    backward pass at the depth. Use this form for ``jax.lax.scan`` over steps.
 
-    The schedule counts applied steps, so the depth changes only when an accumulation window closes,
-    and a step that a loss scaler skips is repeated at the same depth.
+    The schedule counts applied steps, so the depth changes only when an accumulation window closes.
+    If a loss scaler skips a step, the next step has the same depth.
 
     Args:
       inner: the optimizer with its gates and reductions; its state must have a separate array per
@@ -282,8 +285,8 @@ def scheduled_freeze(
         without a match form one more group.
       schedule: the result of ``freeze_schedule``; a function from the step, a Python int, to the
         depth, evaluated for 65536 steps (``freeze_schedule(f, total_steps=)`` allows more); a
-        sequence of depths; or one depth, which freezes the groups before it permanently and stores
-        no moments for these groups.
+        sequence of depths; or one depth, at which all earlier groups are frozen permanently, and
+        have no moments.
       moments: ``"per_group"`` stores an optimizer state for each depth, as MindSpore does. The
         counters and moments of a depth change only in steps of that depth, but the optimizer's
         schedules count all steps of the run, as MindSpore's lists of rates do. Do not use
@@ -294,16 +297,16 @@ def scheduled_freeze(
     Returns:
       A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes and no
       time; the state of ``inner`` for the leaves that are ever trained (with ``"per_group"``, for
-      each depth the leaves trained at that depth). Without ``depth`` the program has a copy of the
-      optimizer's code per depth, of which a step runs one: 1.5, 2.5 and 5.5 times the operations at
-      2, 4 and 10 depths.
+      each depth the leaves trained at that depth). Without ``depth``, the program has a copy of the
+      optimizer's code for each depth, and a step runs one copy: 1.5, 2.5 and 5.5 times the
+      operations are compiled at 2, 4 and 10 depths.
 
     Raises:
-      ValueError, TypeError: an argument out of range; from ``init``, groups that do not fit the
-        params, and, for a schedule that changes, an ``inner`` that flattens leaves into one array,
-        is an ``optax.MultiSteps`` or keeps per-replica params; at trace time, a ``depth`` that is
-        never drawn. If a schedule is shorter than the run, ``make_train_step`` raises at the
-        schedule's end; a program without ``depth`` keeps the last depth.
+      ValueError, TypeError: an argument out of range; from ``init``, groups that do not match the
+        params; from ``init``, if the depth changes, an ``inner`` that flattens leaves into one
+        array, is an ``optax.MultiSteps`` or keeps per-replica params; at trace time, a ``depth``
+        that the schedule never draws. If a schedule is shorter than the run, ``make_train_step``
+        raises at the schedule's end; a program without ``depth`` keeps the last depth.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax

@@ -63,8 +63,9 @@ class FreezeSchedule:
           steps take about 10 ms.
 
         Raises:
-          ValueError, TypeError: ``groups`` is not a positive integer, or too small for the fraction
-            of ``"continuous"`` (its ``freeze_p`` is below 1); a callable returned an invalid depth.
+          ValueError, TypeError: ``groups`` is not a positive integer; with ``"continuous"``,
+            ``frozen_fraction`` is above ``(groups - 1) / groups``, or ``freeze_p`` is 1; a callable
+            returned an invalid depth.
 
         Example:
           >>> import boostax
@@ -127,7 +128,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
 
 
 def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> Depths:
-    """Freeze on each step at which the share of frozen steps so far is below ``1 - freeze_p``."""
+    """Freeze in each step before which the share of frozen steps is below ``1 - freeze_p``."""
     frozen, count = [False], 0
     for step in range(1, length):
         frozen.append(count / step < 1 - freeze_p)
@@ -164,8 +165,8 @@ def freeze_schedule(
     all groups on the first step:
 
     - ``"interval"``: frozen steps are spread evenly, each at a random depth, :math:`P(d) = (G - d)
-      \big/ \tfrac12 G (G - 1)`, so small depths are most frequent. So every group is trained at
-      some steps until the end. The share of frozen steps is ``f`` within ``1/T``.
+      \big/ \tfrac12 G (G - 1)`, so small depths are most frequent. Every group is trained at some
+      steps until the end. The share of frozen steps is ``f`` within ``1/T``.
     - ``"continuous"``: cycles of ``z`` steps that train all groups and one step at each depth
       ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over complete cycles the share of
       frozen steps is between ``f`` and ``f (G-1) / (G-1-f)``. A training run of fewer than ``z``
@@ -181,17 +182,18 @@ def freeze_schedule(
       cubic schedule: early groups freeze at short intervals, late groups at long ones). By this
       formula the last group would freeze at step ``T``. The share of frozen steps is ``f`` within
       ``1/T``, and every depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the
-      learning rate of each layer until it freezes; here the optimizer's schedule is not changed.
+      learning rate of each layer until the layer freezes; ``freeze_schedule`` does not change the
+      learning rate.
 
-    ``"interval"`` and ``"continuous"`` are MindSpore's freeze types 1 and 0 with ``freeze_p = 1 -
-    f``, cut off at ``T``. With one group, or with ``f = 0``, no group is ever frozen. If
+    ``"interval"`` and ``"continuous"`` are the first ``T`` steps of MindSpore's freeze types 1 and
+    0 with ``freeze_p = 1 - f``. With one group, or with ``f = 0``, no group is ever frozen. If
     ``freeze_p`` is given instead of ``f``, the schedule is exactly MindSpore's sequence of
-    ``int(1.01 T)`` steps, for ``"continuous"`` extended to the end of a cycle. With ``freeze_p < 1
-    / G`` a cycle has no step that trains all groups.
+    ``int(1.01 T)`` steps. With ``"continuous"``, the sequence is extended to the end of a cycle.
+    With ``freeze_p < 1 / G`` a cycle has no step that trains all groups.
 
     Args:
-      kind: one of these four, or a callable from the step, a Python int, to the depth, an integer
-        in ``[0, G)``; the callable is called once per step and per number of groups.
+      kind: one of the four names above; or a callable from the step, a Python int, to the depth, an
+        integer in ``[0, G)``; the callable is called once per step and per number of groups.
       total_steps: number of applied optimizer steps, not of micro-steps.
       frozen_fraction: share of the steps on which any group is frozen, in ``[0, 1)``; ``None``
         means 0.3. Not with a callable.
@@ -207,7 +209,8 @@ def freeze_schedule(
       A ``FreezeSchedule``. Cost: none before ``depths``; nothing on the device.
 
     Raises:
-      ValueError, TypeError: an argument out of range, or an argument that a callable does not use.
+      ValueError, TypeError: an argument out of range; with a callable, an argument that only the
+        named kinds use.
 
     Example:
       >>> import boostax
@@ -252,7 +255,7 @@ def freeze_schedule(
 
 
 class Plan:
-    """A schedule applied to the groups of some params: the depth of every step, and leaf groups.
+    """A schedule for the params of a run: the depth of every step, and the group of each leaf.
 
     Args:
       labels: a tree of ints like the params: the group of each leaf.
@@ -264,7 +267,7 @@ class Plan:
       groups: number of groups.
       depths: i32 ``[steps]``, the depth of every step.
       drawn: the depths that occur, ascending.
-      changes: the steps at which the depth changes, and the number of steps.
+      changes: the steps at which the depth changes, and at the end the number of steps.
     """
 
     def __init__(self, labels: PyTree, groups: int, schedule: FreezeSchedule, repeat: bool):
@@ -305,10 +308,10 @@ class Plan:
 class HostDepth:
     """The depth of each call of a run, computed on the host with few reads from the device.
 
-    A call applies at most one step. So if the depth changes in ``n`` steps, it does not change
-    during the next ``n`` calls, and the counter on the device need not be read. Without a gate
-    every call applies a step, and the counter is read only once. If the state of a call was not
-    returned by the previous call, its counter is read again.
+    A call applies at most one step. If the schedule has the same depth for ``n`` more steps, the
+    depth is the same in the next ``n`` calls, and the count of steps on the device need not be
+    read. Without a gate every call applies a step, and the count is read only once. If the state of
+    a call is not the state that the previous call returned, the count is read again.
 
     Args:
       plan: the schedule.

@@ -49,8 +49,8 @@ def staged(fn: Callable[[], PyTree], levels: Sequence[int], index: jax.Array) ->
 
     Args:
       fn: a function that computes all results.
-      levels: the largest index that needs each result, or ``NEVER``. For larger indices the
-        result is zeros, or a value that had to be computed anyway.
+      levels: the largest index that needs each result, or ``NEVER``. For larger indices, the result
+        is zeros, or a value that another result needs.
       index: i32 scalar, equal on all replicas.
     """
     traced, types = jax.make_jaxpr(fn, return_shape=True)()
@@ -80,7 +80,7 @@ def _or_zeros(predicate: jax.Array, stage: Callable[..., PyTree], arguments: PyT
 
 
 def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stage]]:
-    """Return the stages of a program, in descending order of the largest index that needs each."""
+    """Return the stages of a program, in descending order of the largest index that needs them."""
     operations: dict[int, list[jaxprs.JaxprEqn]] = {}
     # The level of a value is the highest level of its consumers.
     known: dict[jaxprs.Atom, int] = {}

@@ -2,11 +2,12 @@
 r"""Averages of the params for any optimizer: exponential, uniform, or of the latest snapshots.
 
 If the params move randomly around a minimum, the mean of several points has a lower loss than each
-point. A decaying learning rate removes the same noise. An average changes only in *applied* steps.
-Around a scaler or a window, the average reads the state of the gate; inside, it is computed in the
-branch of the gate.
+point. A decaying learning rate removes the same random movement. An average changes only in
+*applied* steps. Around a gate (a scaler or a window), ``average_params`` reads from the gate's
+state whether the step was applied. Inside a gate, the average is computed in the branch of the
+gate.
 
-Exponential and uniform averages share one formula, with :math:`p_n` the :math:`n`-th sampled
+Exponential and uniform averages share one formula, where :math:`p_n` are the :math:`n`-th sampled
 params:
 
 .. math:: a_n = a_{n-1} + w_n\,(p_n - a_{n-1}), \qquad w_1 = 1
@@ -44,10 +45,10 @@ class AverageParamsState(NamedTuple):
 
     Attributes:
       steps: i32, applied steps so far.
-      averaged: i32, the number of samples so far; the next snapshot is written to the slot
+      averaged: i32, the number of samples so far; the next snapshot is written at index
         ``averaged % size``.
-      averages: the average, a tree like the params, in f32 or wider; or the snapshots, a tree of
-        ``(size, *leaf.shape)`` in the storage dtype.
+      averages: the average, a tree like the params, in f32 or wider; or with ``"lawa"`` the
+        snapshots, a tree of ``(size, *leaf.shape)`` in ``dtype``.
       inner_state: state of the inner transformation.
     """
 
@@ -68,7 +69,7 @@ class AverageParamsState(NamedTuple):
 def _sampled(
     state: AverageParamsState, inner: PyTree, due: jax.Array, new: Callable, weight: Callable | None
 ) -> PyTree:
-    """Return the averages, or the snapshots without ``weight``, with the new params if ``due``."""
+    """Return ``state.averages``, in which the new params are included if ``due``."""
 
     def add(average: jax.Array, p: jax.Array) -> jax.Array:
         p = p.astype(average.dtype)
@@ -108,16 +109,16 @@ def average_params(
       \text{window: } a_n = a_{n-1} + \tfrac1n\,(p_n - a_{n-1}), \quad
       \text{lawa: } a_n = \tfrac1k \sum_{i<k} p_{n-i}
 
-    with the decay :math:`d` and the size :math:`k`. ``"ema"`` is ``optax.ema`` of the params with
-    its bias corrected. ``"window"`` is the mean of all params since ``start``, and stores only one
+    with the decay :math:`d` and the size :math:`k`. ``"ema"`` is ``optax.ema`` of the params, with
+    bias correction. ``"window"`` is the mean of all params since ``start``, and stores only one
     copy. Use ``"window"`` for the last steps of a run with a known length. ``"lawa"`` is the mean
-    of the latest ``size`` snapshots, or of fewer at the start. Before the first sample,
-    ``averaged_params`` returns the params.
+    of the latest ``size`` snapshots, or of all snapshots if there are fewer. Before the first
+    sample, ``averaged_params`` returns the params.
 
     Put ``average_params`` around any optimizer or gate, or inside gates. Around
-    ``boostax.precision.store``, it averages the f32 masters. A step that an inner or outer gate
-    skips leaves the average unchanged bit for bit. The average is cheapest directly around the
-    optimizer, where it shares the optimizer's loop:
+    ``boostax.precision.store``, ``average_params`` averages the f32 masters. A step that an inner
+    or outer gate skips leaves the average unchanged bit for bit. The average is cheapest directly
+    around the optimizer, where it shares the optimizer's loop:
     ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
 
     Args:
@@ -128,20 +129,21 @@ def average_params(
       size: number of snapshots of ``"lawa"``; 5 by default.
       every: number of applied steps between samples.
       start: number of applied steps before the first sample.
-      dtype: dtype of the snapshots; the averages of other kinds must be f32, because
-        averages change by small amounts. f64 and complex leaves stay f64 and complex.
+      dtype: dtype of the snapshots of ``"lawa"``. The other kinds need f32, because their averages
+        change by small amounts. f64 and complex leaves stay f64 and complex.
 
     Returns:
       A gate that never skips a step, with an ``AverageParamsState``. Cost: 8 bytes and a copy of
       the params in f32, or ``size`` copies in ``dtype``, sharded like the params. A sampled step
-      reads the params and the copy and writes the copy; with snapshots it reads the params and
+      reads the params and the copy, and writes the copy; with ``"lawa"``, it reads the params and
       writes one snapshot. Other steps cost nothing. The write is in place on CPU, TPU v5e and H100,
       except on CPU between a scaler and a window, where the write needs a copy of the params.
-      Around a gate the pure ``update`` needs one more copy of the params than the gate alone.
+      Around a gate, the pure ``update`` needs one more copy of the params than without
+      ``average_params``.
 
     Raises:
-      ValueError, TypeError: an argument out of range, or for another ``kind``; at ``init``, params
-        that differ per replica; at trace time, ``update`` without params.
+      ValueError, TypeError: an argument out of range, or an argument of another ``kind``; at
+        ``init``, params that differ per replica; at trace time, ``update`` without params.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -219,10 +221,10 @@ def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
     statistics again: run the model with the averaged params over some dozens of batches.
 
     Args:
-      params: the current params, or the whole Equinox module. The result has their dtypes; with
-        ``boostax.precision.store`` inside, pass ``masters(params, opt_state)`` for an average in
-        f32. Before the first sample, and for leaves that are not averaged (``boostax.carry``), the
-        result is ``params``.
+      params: the current params, or the whole Equinox module. The result has the dtypes of these
+        params; with ``boostax.precision.store`` inside, pass ``masters(params, opt_state)`` for an
+        average in f32. Before the first sample, and for leaves that are not averaged
+        (``boostax.carry``), the result is ``params``.
       opt_state: any state that contains an ``AverageParamsState``.
 
     Returns:

@@ -29,8 +29,8 @@ _HINT = "0 averages over the first axis, (0, 1) over the first two, None over no
 def centralized(g: jax.Array, dims: tuple[int, ...], multiple_of: int = 1) -> jax.Array:
     """Subtract the mean over ``dims``.
 
-    The gradient stays unchanged if the mean has one element, or if ``multiple_of`` does not divide
-    the size of the last dimension.
+    The gradient stays unchanged if each mean is over one element, or if ``multiple_of`` does not
+    divide the size of the last dimension.
     """
     sizes = [g.shape[dim] for dim in dims]
     if math.prod(sizes) < 2 or sizes[-1] % multiple_of:
@@ -68,25 +68,27 @@ def centralize_gradients(
     .. math:: u_{io} = g_{io} - \tfrac1n \sum_{j=1}^{n} g_{jo}
 
     Centralization projects the gradient so that the sum of the weights into each unit stays
-    constant. With plain or momentum SGD the sum stays constant in any order, and with Adam only
-    after ``scale_by_adam``. The projection is linear, so it may precede or follow a mean over
-    replicas or micro-batches. The order with weight decay is a choice.
+    constant. With SGD, with or without momentum, the sum stays constant wherever
+    ``centralize_gradients`` is in the chain; with Adam, only after ``scale_by_adam``. The
+    projection is linear, so it may precede or follow a mean over replicas or micro-batches. Weight
+    decay may come before or after ``centralize_gradients``.
     ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also centralizes the decay, as
     MindSpore does; in the other order, or with decoupled decay, the decay is unchanged.
 
     ``"auto"`` follows a layout. In Flax's layout all axes but the last are inputs: ``(in, out)``,
-    ``HWIO`` and the attention's ``out`` of ``(heads, head_dim, out)``; in kernels of three axes
-    named ``query``, ``key`` and ``value`` only the first axis is an input. In Haiku's layout a
-    module whose name contains ``transpose`` has ``(H, W, out, in)``. In the layouts of Equinox and
-    PyTorch, kernels are called ``weight``, and all axes but the first are inputs: ``(out, in)``,
-    ``OIHW``; PyTorch's transposed convolutions have ``(in, out, H, W)``. Modules of ``equinox.nn``,
-    also stacked modules, are recognised by class. Vectors, scalars, embedding tables, and leaves
-    whose names end with ``bias`` or ``scale`` stay unchanged. Every leaf with a single input stays
-    unchanged under any rule, because its centralized gradient would be zero.
+    ``HWIO`` and the attention's ``out`` of ``(heads, head_dim, out)``; if a kernel named ``query``,
+    ``key`` or ``value`` has three axes, only the first axis is an input. In Haiku's layout, the
+    kernel of a module whose name contains ``transpose`` is ``(H, W, out, in)``. In the layouts of
+    Equinox and PyTorch, kernels are called ``weight``, and all axes but the first are inputs:
+    ``(out, in)``, ``OIHW``; kernels of PyTorch's transposed convolutions are ``(in, out, H, W)``.
+    Modules of ``equinox.nn``, also stacked modules, are recognised by their class. Vectors,
+    scalars, embedding tables, and leaves whose names end with ``bias`` or ``scale`` stay unchanged.
+    Every leaf with a single input stays unchanged with any rule, because its centralized gradient
+    would be zero.
 
     Args:
-      multiple_of: centralize only kernels whose last averaged axis, the input channels, is a
-        multiple of this. MindSpore's is 16.
+      multiple_of: centralize only kernels in which the size of the last averaged axis, the input
+        channels, is a multiple of this number. MindSpore's is 16.
       layout: the library of the kernels, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
         ``"torch"``. ``None`` recognises Equinox's modules, and reads other trees in Flax's layout.
         Outside of ``equinox.nn``, ``None`` refuses a matrix called ``weight``, whose outputs may be
@@ -102,10 +104,10 @@ def centralize_gradients(
     Returns:
       A stateless transformation; ``optax.masked`` applies it to some of the params. Means are
       computed in f32 or wider, and the result has the gradient's dtype, with saturation. In plain
-      ``jit`` the means are over global arrays, for any sharding; inside your own ``jax.shard_map``
-      they are over shards. Cost: no state; one more read of the gradients, and on XLA:CPU (not on
-      TPU v5e and H100) one write of them before Adam. A leaf that is sharded along its inputs sends
-      one mean, f32 or wider, for each output unit; other leaves send nothing.
+      ``jit`` the means are over global arrays, for any sharding; inside your own ``jax.shard_map``,
+      the means are over shards. Cost: no state; one more read of the gradients, and on XLA:CPU (not
+      on TPU v5e and H100) one write of the gradients before Adam. A leaf that is sharded along its
+      inputs sends one mean, f32 or wider, for each output unit; other leaves send nothing.
 
     Raises:
       ValueError, TypeError: an argument out of range. At ``init``, a pattern that matches nothing,
@@ -123,7 +125,7 @@ def centralize_gradients(
     References:
       Yong, Huang, Hua, Zhang, Gradient Centralization: A New Optimization Technique for Deep Neural
       Networks, https://arxiv.org/abs/2004.01461, 2020. The paper treats convolutions and dense
-      layers. Its code, for PyTorch's layout, centralizes every tensor of two or more axes,
+      layers. The authors' code, for PyTorch's layout, centralizes every tensor of two or more axes,
       including embeddings (over the features of each row) and depthwise kernels (over H and W).
       MindSpore (``OptimizerProcess.add_grad_centralization``) leaves out depthwise kernels, and
       kernels whose number of input channels is not a multiple of 16. ``optax.centralize`` averages

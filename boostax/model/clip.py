@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip by the global norm, also of shards, or by the running norm of each leaf."""
+"""Clip by the global norm, also of sharded leaves, or by the running norm of each leaf."""
 
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ def clip_by_global_norm(
               \lVert g \rVert^2 = \sum_{\text{leaves, shards}} \lVert g_s \rVert^2
 
     Inside ``jax.shard_map`` Optax's clip would compute the norm of one device's shards, and every
-    device would clip by a different factor. Here squares are summed over the axes that a leaf is
-    sharded over, and unsharded leaves count once. Put this clip after the reduction, whose result
-    is equal on all replicas. In plain ``jit`` Optax's own clip is correct for any sharding.
+    device would clip by a different factor. ``boostax.model.clip_by_global_norm`` sums squares over
+    the axes that a leaf is sharded over, and counts unsharded leaves once. Put this clip after the
+    reduction, whose result is equal on all replicas. In plain ``jit`` Optax's own clip is correct
+    for any sharding.
 
     Args:
       max_norm: the largest norm that is not clipped.
@@ -31,8 +32,8 @@ def clip_by_global_norm(
         of varying types (``check_vma``).
 
     Returns:
-      A stateless transformation. Without shards its results equal Optax's bit for bit. Cost: one
-      all-reduce of a scalar for each set of axes over which leaves are sharded.
+      A stateless transformation. Without shards, the updates equal those of Optax bit for bit.
+      Cost: one all-reduce of a scalar for each set of axes over which leaves are sharded.
 
     Raises:
       ValueError, TypeError: ``max_norm`` is not greater than 0; at trace time, an unbound axis.
@@ -94,9 +95,9 @@ def adagc(
     (``boostax.train.Layers``), the warm-up clips each leaf to :math:`c`.
 
     Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite.
-    Without a gate, ``adagc`` passes such gradients on, and its state stays unchanged. In plain
-    ``jit`` the norms are of global arrays, for any sharding. In our record, the loss of a text
-    model is 0.055 nats higher than with a clip by the global norm.
+    Without a gate, ``adagc`` returns such gradients, and its state stays unchanged. In plain
+    ``jit`` the norms are of global arrays, for any sharding. In our benchmark of a text model, the
+    loss is 0.055 nats higher with ``adagc`` than with a clip by the global norm.
 
     Args:
       factor: :math:`\lambda`, >= 1.
@@ -105,8 +106,8 @@ def adagc(
       max_norm: :math:`c`, the largest global norm in the warm-up.
 
     Returns:
-      A transformation with an ``AdaGCState``. Updates have the dtypes of the gradients. Cost: 4
-      bytes for each leaf and 4 more; two reads of the gradients; no collective.
+      A transformation with an ``AdaGCState``. Updates have the dtypes of the gradients. Cost: a
+      state of 4 bytes for each leaf, and 4 bytes more; two reads of the gradients; no collective.
 
     Raises:
       ValueError, TypeError: an argument out of range.

@@ -22,8 +22,8 @@ class Layout(NamedTuple):
       outputs: the dimension of a kernel's output units, the first or the last.
       transposed: the dimension of the output units in transposed convolutions.
       kernels: a substring of every kernel's name.
-      vectors: names of leaves without input dimensions, besides names that end with ``bias`` or
-        ``scale``.
+      vectors: names of leaves without input dimensions; names that end with ``bias`` or ``scale``
+        need no entry.
       tables: substrings of the names of embedding modules.
     """
 
@@ -54,9 +54,9 @@ class Kernels:
 
     Attributes:
       name: the name of the layout. ``None`` recognises ``equinox.nn`` modules by their classes, and
-        reads all other modules in the layout of Flax and Haiku. There ``None`` refuses a
-        ``weight``, whose outputs may be first.
-      tree: the params, or a tree of their structure.
+        reads all other modules in the layout of Flax and Haiku. In these other modules, a
+        ``weight`` is refused, because its outputs may be first or last.
+      tree: the params, or a tree with the structure of the params.
     """
 
     name: LayoutName | None
@@ -127,7 +127,7 @@ def _classes(node: object, within: str = "") -> set[str]:
 
 
 def _parts(path: KeyPath) -> list[str]:
-    """Return the components of a path, without the ``value`` of NNX variables and Flax's boxes.
+    """Return the components of a path, without the ``value`` of an NNX variable or a Flax box.
 
     Modules of Haiku have slashes in their names, and state dicts of PyTorch have dots.
     """

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep only the last BatchNorm of each residual branch, and normalise the head.
 
-A BatchNorm reads its input twice in the forward and twice in the backward pass, and stores the
-input in between. One norm per branch still fixes the variance of the sum; the other norms cost as
-much without that benefit. Kernels are not rescaled, so the result is another architecture and must
-be trained from scratch.
+A BatchNorm reads its input twice in the forward pass and twice in the backward pass, and stores the
+input between the passes. One norm per branch is enough to fix the variance of the sum. Each other
+norm costs as much, and has no such benefit. Kernels are not rescaled, so the result is another
+architecture and must be trained from scratch.
 
 The model is traced with a mark in place of every BatchNorm. In the traced program each value has
 *nodes*: the inputs, products (convolution, matrix product) and norms from which it is computed. If
 values are added or concatenated, nodes that all operands share lie before the fork, and the
-remaining nodes of an operand form its branch. Names, classes and the order of operands are not
-used.
+remaining nodes of an operand form the branch of this operand. Names, classes and the order of
+operands are not used.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ Nodes = frozenset[Node]
 
 
 class Flow(NamedTuple):
-    """The nodes from which a value is computed; empty if it does not depend on the data.
+    """The nodes from which a value is computed; empty if the value does not depend on the data.
 
     Attributes:
       nodes: all nodes from which the value is computed.
-      norms: the norms that reach the value without passing another norm.
-      sites: the nearest nodes that are not inputs.
+      norms: the norms from which the value is computed without another norm in between.
+      sites: the last nodes before the value that are not inputs.
     """
 
     nodes: Nodes = frozenset()
@@ -117,22 +117,23 @@ def examine(
 ) -> LessBNReport:
     """Decide by the data flow of a marked model's program which norms are removed.
 
-    An addition ends a residual branch if one operand is a shortcut, with at most one product beyond
-    the fork and fewer products than the other operand. A concatenation ends a branch if one operand
-    has no product beyond the fork. Then
+    An addition ends a residual branch if one operand is a shortcut: it has at most one product
+    after the fork, and fewer products than the other operand. A concatenation ends a branch if one
+    operand has no product after the fork. At such an end,
 
-    - a norm in the branch is kept if it reaches the end without passing another norm;
+    - a norm in the branch is kept if no other norm follows before the end;
     - a norm on the shortcut is removed if a sum ends the branch and the branch has a norm. At a
       concatenation the norm is kept, because no other norm normalises the shortcut's channels.
 
     If a norm is in several branches, the end of the innermost branch decides. A norm outside all
-    branches stays. Bodies of loops (once), branches, ``jit`` and ``remat`` are included.
+    branches is kept. Bodies of loops, branches, ``jit`` and ``remat`` are read, too; a loop's body
+    is read once.
 
     Args:
       apply: ``apply(fixed, *args, **kwargs)``, the marked model.
       fixed: values that do not depend on the data: params, statistics, keys.
       data: ``args`` and ``kwargs``. Values without a shape are passed on unchanged.
-      paths: all norms, read after the trace. Norms that the trace does not contain stay.
+      paths: all norms, read after the trace. Norms that are not in the trace are kept.
 
     Returns:
       The norms and the head. Cost: one trace; nothing is compiled.
@@ -176,7 +177,7 @@ def examine(
 
 
 def _ended(name: str, flows: list[Flow]) -> dict[Node, Norm]:
-    """Decide the norms of the branch, if any, that ends where ``flows`` join."""
+    """Decide which norms are removed, if a branch ends where ``flows`` join."""
     common = _union(flows).nodes.intersection(*(flow.nodes for flow in flows))
     beyond = [flow._replace(nodes=flow.nodes - common, norms=flow.norms - common) for flow in flows]
     lengths = [sum(node.kind == "product" for node in flow.nodes) for flow in beyond]
@@ -215,12 +216,13 @@ def less_bn(
 ) -> tuple[Any, LessBNReport]:
     """Return a Flax model with fewer BatchNorms and a normalised head, and a report.
 
-    By default the flow of the data decides. If a residual branch ends in a sum or a concatenation,
-    the last norm of the branch stays. The other norms of the branch are removed, and so are norms
-    on the shortcut of a sum. Norms outside such branches stay, as in stems, plain stacks and
-    transitions. The rule covers basic and bottleneck blocks with and without downsampling, inverted
-    residuals, dense blocks and pre-activation. The tree of variables has no params and statistics
-    of removed norms. The decision is made once, for all later calls in training and evaluation.
+    By default, the data flow of the traced model decides. If a residual branch ends in a sum or a
+    concatenation, the last norm of the branch stays. The other norms of the branch are removed, and
+    so are norms on the shortcut of a sum. Norms outside such branches stay, as in stems, plain
+    stacks and transitions. The rule covers basic and bottleneck blocks with and without
+    downsampling, inverted residuals, dense blocks and pre-activation. The tree of variables has no
+    params and statistics of removed norms. The norms are chosen once, for all later calls in
+    training and evaluation.
 
     With ``normalized_head`` the Dense that computes the model's output becomes ``y = m (x / |x|) (W
     / |W_column|)`` with a trained scalar m and no bias: a ``NormalizedDense``. Both changes
@@ -232,20 +234,21 @@ def less_bn(
         shape (``True``, a string) are passed on unchanged.
       normalized_head: replace the head.
       remove: None for the rule above; or path patterns such as ``["block_*/norm_1"]``, in which *
-        matches any text and a module's name matches all norms in it; or a function of a BatchNorm's
-        path and the rule's verdict that returns whether to remove the norm.
-      multiplier: initial value of m. MindSpore's is 1. Then no logit exceeds 1 until m has grown.
+        matches any text, and a module's name matches all norms in the module; or a function that
+        returns whether to remove a BatchNorm, from its path and the decision of the rule.
+      multiplier: initial value of m. MindSpore's is 1. With 1, no logit exceeds 1 until m has
+        grown.
       **kwargs: like ``args``.
 
     Returns:
       The model and a ``LessBNReport``. For linen, the model is a linen module, and the paths of
-      variables stay the same; for NNX, the model is a changed copy with the head's kernel. The
-      given model and its class stay unchanged. Cost: one trace of the model, nothing compiled; a
-      step saves the cost of the removed norms.
+      variables stay the same; for NNX, the model is a changed copy, in which the kernel of the head
+      is kept. The given model and its class stay unchanged. Cost: one trace of the model; nothing
+      is compiled. A step saves the cost of the removed norms.
 
     Raises:
-      TypeError: ``module`` is not a Flax module, or is a result of ``less_bn``; ``remove`` of
-        another kind.
+      TypeError: ``module`` is not a Flax module, or is a result of ``less_bn``; ``remove`` has
+        another type.
       ValueError: no sample arguments; a pattern that matches no BatchNorm; a normalised head for a
         model that does not end with a Dense; no norm to remove and no normalised head.
       ImportError: Flax is not installed.

@@ -24,8 +24,8 @@ class LessBN(nn.Module):
     """A linen module with some BatchNorms removed, and with a ``NormalizedDense`` as head.
 
     ``init`` makes no variables for removed norms. All other variables keep their paths in
-    ``module``, whose scope this module shares. ``LessBN`` nests, transforms and prints like any
-    module.
+    ``module``, whose scope ``LessBN`` shares. ``LessBN`` can be nested, transformed and printed
+    like any module.
 
     Attributes:
       module: the model.
@@ -40,7 +40,7 @@ class LessBN(nn.Module):
     multiplier: float = 1.0
 
     def setup(self) -> None:
-        """Share the scope of the module, so that the paths of its params stay the same."""
+        """Share the scope of ``module``, so that the paths of its params stay the same."""
         nn.share_scope(self, self.module)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -90,7 +90,7 @@ def structure(module: Model, data: PyTree) -> LessBNReport:
 
 
 def _marked(paths: list[str], layer: Layer, path: str, x: jax.Array, result: Callable) -> jax.Array:
-    """Return the input of a BatchNorm or the result of a Dense, marked."""
+    """Return the marked input of a BatchNorm, or the marked result of a Dense."""
     if isinstance(layer, (nn.Dense, nnx.Linear)):
         return mark("dense", result(), path)
     paths.append(path)
@@ -127,8 +127,8 @@ def without(module: Model, removed: tuple[str, ...], head: str | None, multiplie
 def _intercepted(replacement: Callable[..., jax.Array], root: int = 0) -> Any:
     """Call ``replacement(layer, path, x, result)`` in place of linen's BatchNorms and Denses.
 
-    Paths are relative to a module whose path has ``root`` components; ``result()`` is the layer's
-    result.
+    Paths are relative to a module whose own path has ``root`` components. ``result()`` is the
+    layer's result.
     """
 
     def intercept(call: Callable, args: PyTree, kwargs: PyTree, context: Any) -> PyTree:

@@ -2,7 +2,8 @@
 """A head that computes cosines: inputs and weight columns of length one, and a trained factor.
 
 y = m * (x / |x|) (W / |W_column|), and m * (... + b) with a bias. In a network with few norms, the
-scale of the last activations is not fixed, but these logits lie in -m..m for any scale.
+scale of the last activations is not fixed, but the logits of a ``NormalizedDense`` without a bias
+are in -m..m for any scale.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ def unit(x: jax.Array, axis: int) -> jax.Array:
     """Return ``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays zero.
 
     The vector is first divided by its largest magnitude, so no square over- or underflows. At a
-    zero vector the quotient has no derivative, so the gradient passes unchanged: a kernel that
+    zero vector the quotient has no derivative, and the cotangent passes unchanged. So a kernel that
     starts at zero is trained, and no gradient is NaN.
     """
     x = x.astype(trees.wide_dtype(x))
@@ -54,7 +55,7 @@ def normalized_dense(
       precision: precision of the product, as in ``jax.lax.dot_general``.
 
     Returns:
-      ``[..., outputs]``. Lengths, bias and multiplier are in f32 or wider for any ``dtype``.
+      ``[..., outputs]``. With any ``dtype``, lengths, bias and multiplier are in f32 or wider.
     """
     dtype = jnp.result_type(x, kernel) if dtype is None else jnp.dtype(dtype)
     y = jnp.dot(unit(x, -1).astype(dtype), unit(kernel, 0).astype(dtype), precision=precision)
@@ -66,7 +67,7 @@ class NormalizedDense(nn.Module):
     """An ``nn.Dense`` of cosines: ``y = m (x / |x|) (W / |W_column|)``, with m a trained scalar.
 
     With ``use_bias`` the output is m (... + b), as in MindSpore. Params: ``kernel``, ``multiplier``
-    of shape () and, with ``use_bias``, ``bias``. Lengths are computed in f32 for any ``dtype``.
+    of shape () and, with ``use_bias``, ``bias``. With any ``dtype``, lengths are computed in f32.
 
     Attributes:
       features: number of outputs.

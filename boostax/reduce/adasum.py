@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdaSum: a reduction that adds orthogonal gradients and averages parallel gradients.
 
-``adasum`` combines gradients. ``adasum_delta`` combines the updates of independent optimizers, with
-one optimizer on each replica, or on each server of replicas.
+``adasum`` combines gradients. ``adasum_delta`` combines the updates of independent optimizers: one
+optimizer on each replica, or one for all replicas of a server.
 """
 
 import itertools
@@ -33,7 +33,8 @@ class AdasumState(NamedTuple):
       orthogonality: f32 scalar, ``|sum_r g_r|**2 / sum_r |g_r|**2`` over all leaves: 1 for
         orthogonal gradients, the number of replicas for parallel gradients, 0 for gradients that
         cancel, -1 before the first step.
-      leaf_orthogonality: a tree like the params with the same number for each leaf, or ``None``.
+      leaf_orthogonality: a tree like the params with the ``orthogonality`` of each leaf, or
+        ``None``.
     """
 
     orthogonality: jax.Array  # [] float32
@@ -67,8 +68,8 @@ def adasum(
     leaf by leaf. Orthogonal gradients are added, parallel gradients are averaged, and the result of
     equal gradients is the same gradient bit for bit. More than two gradients are combined as a
     tree, neighbours first, ((0,1),(2,3)). A gradient without a partner moves up to the next level.
-    So the learning rate of a single replica suits any number of replicas. See
-    ``docs/cards/adasum.md`` for when to use AdaSum.
+    Because parallel gradients are averaged, not added, the learning rate of a single replica suits
+    any number of replicas. The card ``docs/cards/adasum.md`` says when to use AdaSum.
 
     Use ``adasum`` instead of a mean, first in the inner chain: ``chain(adasum("data"), clip,
     adamw)``.
@@ -77,28 +78,29 @@ def adasum(
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``, over
         which gradients are combined. ``None`` means the axis of the surrounding ``make_train_step``
         or ``on_mesh``.
-      within: axes over which gradients are averaged first, such as the fast links in a node or a
-        pod. Then only ``1 / size(within)`` of the bytes cross ``axis_name``.
-      shard_axes: axes over which leaves are sharded (FSDP, tensor parallel), and dot products are
-        summed. Leaves that are equal over these axes may be present, too.
-      scope: ``"leaf"`` for a pair of coefficients per leaf, or ``"tree"`` for a single pair for all
-        leaves.
+      within: axes over which gradients are averaged first, such as the axis of the devices in a
+        node or a pod, whose links are fast. Then only ``1 / size(within)`` of the bytes cross
+        ``axis_name``.
+      shard_axes: axes over which leaves are sharded (FSDP, tensor parallel); dot products are
+        summed over these axes. Some leaves may be equal over these axes.
+      scope: ``"leaf"`` for a pair of coefficients per leaf, or ``"tree"`` for the same pair of
+        coefficients for all leaves.
       wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic remains in f32.
         In f16, every leaf is sent with its own power-of-two scale, so values do not overflow.
-      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together.
+      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this number of bytes in a pack.
         ``None`` packs leaves below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together.
         Each other leaf is sent in its own shape.
-      leaf_metrics: whether to record the orthogonality of each leaf too.
+      leaf_metrics: whether to record the orthogonality of each leaf, too.
 
     Returns:
       A transformation with an ``AdasumState``. Gradients are combined in f32 or wider and cast back
       to their dtype. A leaf with a NaN anywhere becomes NaN. Integer leaves raise an error. With a
       single replica, gradients are unchanged. Cost: an all-to-all and an all-gather of each leaf,
-      and of each pack of small leaves, together the bytes of a ring all-reduce; per step one gather
-      of 4 bytes a leaf, and ``ceil(log2 n)`` sums of four scalars per pair and leaf; with
-      ``within`` or ``shard_axes`` one more collective of 4 bytes a leaf, and in f16 another for the
-      result. Compiled for TPU v5e, a train step of 67 M params takes 1.73 times the cycles of a
-      step with a mean.
+      and of each pack of small leaves, which together send the bytes of a ring all-reduce; per step
+      one gather of 4 bytes a leaf, and ``ceil(log2 n)`` sums of four scalars per pair and leaf.
+      ``within`` or ``shard_axes`` adds a collective of 4 bytes a leaf, and f16 adds another such
+      collective for the result. Compiled for TPU v5e, a train step of 67 M params takes 1.73 times
+      the cycles of a step with a mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -132,7 +134,7 @@ def adasum(
 
 
 def axis_of_server(who: str, within: axes.AxisName | int | None) -> Names:
-    """Return the axes of ``within``; refuse a number of devices with a hint at the right mesh."""
+    """Return the axes of ``within``; refuse a number of devices, with a hint to make a mesh."""
     if isinstance(within, int):
         mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
         hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
@@ -151,7 +153,7 @@ class Options(NamedTuple):
     leaf_metrics: bool
 
     def init(self, params: PyTree) -> AdasumState:
-        """Return the state before the first step, in which -1 means unknown."""
+        """Return the state before the first step, whose numbers are -1."""
         measured = params if self.leaf_metrics else None
         by_leaf = jax.tree.map(lambda _: jnp.full((), -1.0, jnp.float32), measured)
         return AdasumState(jnp.full((), -1.0, jnp.float32), by_leaf)
@@ -301,7 +303,7 @@ def adasum_delta(
       \delta_s = \text{inner}_s\Bigl(\tfrac1w \sum_{r \in s} g_r\Bigr), \qquad
       u = \operatorname{AdaSum}(\delta_1, \dots, \delta_n)
 
-    ``chain(adasum("data"), adam)`` has a single Adam for the combined gradient. With
+    In ``chain(adasum("data"), adam)``, a single Adam receives the combined gradient. With
     ``adasum_delta``, each replica has its own Adam with its own moments, like Horovod's
     ``DistributedOptimizer(op=Adasum)``. With ``within``, each server has one inner state for the
     mean gradient of its w devices, like MindSpore's ``boost.adasum`` with ``device_number``. Use
@@ -318,19 +320,19 @@ def adasum_delta(
         ``adasum_delta(adam, axis_name="server", within="data")`` on ``jax.make_mesh((n // 8, 8),
         ("server", "data"))``.
       shard_axes: axes over which leaves are sharded.
-      scope: as in ``adasum``, like the following arguments.
+      scope: as in ``adasum``, like all arguments below.
       wire_dtype: dtype of the updates on the wire.
       bucket_bytes: size below which leaves are packed.
-      leaf_metrics: whether to record the orthogonality of each leaf too.
+      leaf_metrics: whether to record the orthogonality of each leaf, too.
 
     Returns:
-      A transformation with an ``AdasumDeltaState``. Outside the mapped function, its inner state
-      has a leading axis of replicas (``stack_replicas``, ``state_specs``), with equal copies for
-      the devices of a server. Cost: as ``adasum``; every replica has a complete inner state, which
+      A transformation with an ``AdasumDeltaState``. Outside the mapped function, the inner state
+      has a leading axis of replicas (``stack_replicas``, ``state_specs``), and the devices of a
+      server have equal copies. Cost: as ``adasum``; every replica has a complete inner state, which
       cannot be sharded over the replicas. With ``within``, for w devices in each of n servers and N
       bytes of f32 gradients, every device sends ``2 N (w-1)/w`` inside its server (an all-reduce)
-      and ``N/w (n-1)/n`` between servers. The result is gathered over the servers first, which
-      takes ``N/w (n-1)/n``, then inside each server, which takes ``N (w-1)/w``.
+      and ``N/w (n-1)/n`` between servers. The result is first gathered over the servers, for which
+      every device sends ``N/w (n-1)/n``, and then inside each server, ``N (w-1)/w``.
 
     Raises:
       ValueError, TypeError: as ``adasum``.

@@ -24,12 +24,12 @@ _WHO = "by_shape"
 
 
 class Distributed(NamedTuple):
-    """The params that ``by_shape``'s inner optimizer receives on a replica, or their moments.
+    """The params that the inner optimizer of ``by_shape`` receives on a replica, or their moments.
 
     Attributes:
-      by_shape: for each shape, the matrices that the replica owns; in a state, a ``PerReplica`` of
-        their stack.
-      rest: the other leaves at their paths, with ``optax.MaskedNode`` for the matrices.
+      by_shape: for each shape, the matrices that the replica owns; in a state, the stack of these
+        matrices in a ``PerReplica``.
+      rest: a tree like the params with all other leaves, and ``optax.MaskedNode`` for the matrices.
     """
 
     by_shape: tuple[PyTree, ...]
@@ -44,16 +44,17 @@ class ByShapeState(NamedTuple):
 
     Attributes:
       order: for each shape, u32 ``[matrices]``, CRC-32 of the matrices' paths, for
-        ``migrate_state``. Matrix ``i`` is in slot ``i % slots`` of replica ``i // slots``.
-      inner_state: the state of the inner optimizer. A moment that is shaped like the params is a
-        tree with arrays ``[slots, ...]`` for the matrices that the replica owns.
+        ``migrate_state``. If a replica owns ``k`` matrices, matrix ``i`` is number ``i % k`` of
+        replica ``i // k``.
+      inner_state: the state of the inner optimizer. In a moment that is shaped like the params, the
+        matrices that a replica owns are stacked, ``[k, ...]``.
     """
 
     order: tuple[jax.Array, ...]  # each [matrices] uint32
     inner_state: PyTree  # float32 or wider, [slots, m, n] for the matrices of a shape
 
     def distributed_items(self) -> list[tuple[PerReplica, int]]:
-        """Return the distributed parts with their numbers of items, for ``reshard_state``."""
+        """Return the distributed parts with their numbers of matrices, for ``reshard_state``."""
         views = trees.find(self.inner_state, _is_distributed)
         return [pair for x in views for pair in zip(x.by_shape, map(len, self.order), strict=True)]
 
@@ -116,7 +117,7 @@ class _Shape(NamedTuple):
 
 
 def _shapes(tree: PyTree, names: Names) -> tuple[list[_Shape], PyTree]:
-    """Return groups of matrices with equal shape and dtype, and a mask of the other leaves.
+    """Return groups of matrices with equal shape and dtype, and a mask of all other leaves.
 
     A single matrix of a shape is not distributed.
     """
@@ -162,7 +163,7 @@ def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
 def _require_independent(
     tx: gate.Extended, params: PyTree, state: PyTree, view: Distributed, shapes: Sequence[_Shape]
 ) -> None:
-    """Refuse an optimizer if a matrix's update depends on its path or on other matrices."""
+    """Refuse an optimizer if the update of a matrix depends on the path or on other matrices."""
     # In a ``Distributed``, params have other paths, so the states of the two trees show whether a
     # part depends on paths.
     by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
@@ -190,7 +191,7 @@ def _require_independent(
 
 
 def _parts_of_params(state: PyTree, params: PyTree) -> dict[str, set[str]]:
-    """Return for the path of each param the parts of the state that have an array for it."""
+    """Return, for the path of each param, the parts of the state with an array for this param."""
     parts: dict[str, set[str]] = {name: set() for name in trees.names(params)}
     for name in trees.names(state):
         # The name of a moment ends with the path of its param. The longest such path counts.
@@ -207,22 +208,22 @@ def by_shape(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner`` (Muon) for each matrix on only one replica, and gather the updates.
 
-    ``chain(all_reduce("data"), muon)`` orthogonalises every matrix on every replica. ``by_shape``
-    stacks the local gradients of all matrices with the same shape. A reduce-scatter returns the
-    mean of each gradient to the replica that owns the matrix. Each replica runs ``inner`` on the
-    matrices that it owns, and one all-gather collects all updates of a shape:
+    With ``chain(all_reduce("data"), muon)``, every replica orthogonalises every matrix. Instead,
+    ``by_shape`` stacks the local gradients of all matrices with the same shape. A reduce-scatter
+    returns the mean of each gradient to the replica that owns the matrix. Each replica runs
+    ``inner`` on the matrices that it owns, and one all-gather collects all updates of a shape:
 
     .. math::
       u_i = \text{inner}\Bigl(\tfrac1n \sum_{s=1}^{n} g_{s,i}\Bigr)
       \text{ on replica } \lfloor i / \lceil c/n \rceil \rfloor, \quad i = 0 \dots c-1 .
 
-    The result equals that of the chain. Use ``by_shape`` instead of the reduction and the
+    The result equals the result of the chain. Use ``by_shape`` instead of the reduction and the
     optimizer, inside gates:
     ``dynamic_loss_scale(accumulate(by_shape(optax.contrib.muon(0.02)), 8))``.
 
     Floating-point leaves of two dimensions are distributed if at least two leaves have the same
-    shape, and the same dtype in f32 or wider. All other leaves, including stacks of layers
-    ``[layers, m, n]``, are averaged as by ``all_reduce``, and updated by every replica.
+    shape, and are computed in the same dtype, f32 or wider. All other leaves, including stacks of
+    layers ``[layers, m, n]``, are averaged as by ``all_reduce``, and updated by every replica.
 
     Args:
       inner: an optimizer without collectives or gates that computes the update of a matrix from its
@@ -232,21 +233,22 @@ def by_shape(
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
     Returns:
-      A transformation with a ``ByShapeState``. ``stack_replicas`` and ``reshard_state``
-      distribute its moments without rounding. Cost for c matrices of a shape on n replicas: the
-      arithmetic and the moments of ``ceil(c/n)`` matrices; a reduce-scatter in f32 or wider and an
-      all-gather in the dtype of the updates; two temporary copies of the matrices, one after the
-      other. The two collectives together send the bytes of a ring all-reduce times ``n ceil(c/n) /
-      c``, because the last replicas' slots are padded with zeros. If this factor is above 2,
-      gradients and updates are all-reduced instead, which is a factor of 2. Params that are sharded
-      over the replicas (FSDP) are also gathered if ``inner`` reads params. Over another axis
-      (tensor parallel), XLA shards or repeats the arithmetic.
+      A transformation with a ``ByShapeState``. ``stack_replicas`` and ``reshard_state`` distribute
+      the moments without rounding. Cost for c matrices of a shape on n replicas: the arithmetic and
+      the moments of ``ceil(c/n)`` matrices; a reduce-scatter in f32 or wider, and an all-gather in
+      the dtype of the updates; two temporary copies of the matrices, which are not in memory at the
+      same time. The two collectives together send the bytes of a ring all-reduce times
+      ``n ceil(c/n) / c``, because the ``c`` matrices are padded with zeros to ``n ceil(c/n)``
+      matrices. If this factor is above 2, gradients and updates are all-reduced instead, with a
+      factor of 2. If params are sharded over the replicas (FSDP) and ``inner`` reads params, the
+      params are also gathered. If params are sharded over another axis (tensor parallel), XLA
+      shards or repeats the arithmetic.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with an ``inner`` that reads several
-        gradients for one update, such as a clip by the global norm, or whose state of a param
-        depends on its path; at trace time, an unbound axis, already reduced or integer gradients, a
-        state for another number of replicas.
+        gradients for one update, such as a clip by the global norm, or whose state for a param
+        depends on the param's path; at trace time, an unbound axis, already reduced or integer
+        gradients, a state for another number of replicas.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax

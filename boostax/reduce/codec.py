@@ -34,9 +34,10 @@ class Message(NamedTuple):
       residuals: for each leaf, the part that this replica did not send. Up to rounding, ``means``
         is the mean of ``leaf - residual`` over the replicas.
       state: the codec's new state, the same on all replicas.
-      late: corrections of ``residuals`` by a codec of boostax; empty for a codec of your own.
-      capacity: f32 scalar, equal on all replicas, the share of elements that had a slot on the
-        wire; ``None`` if the share is fixed.
+      late: corrections of ``residuals``, which only codecs of boostax return; empty for a codec of
+        your own.
+      capacity: f32 scalar, equal on all replicas, the share of elements for which this message had
+        room; ``None`` if the share is fixed.
     """
 
     means: list[jax.Array]  # shapes and dtypes of the leaves
@@ -58,7 +59,7 @@ class PerLeaf(NamedTuple):
 
 
 def map_per_leaf(fn: Callable[..., PyTree], state: PyTree, *others: PyTree) -> PyTree:
-    """Apply ``fn`` to the values of every ``PerLeaf``; copy all other nodes from the last tree."""
+    """Apply ``fn`` to the values of every ``PerLeaf``; take all other nodes from the last tree."""
 
     def mapped(*args: PyTree) -> PyTree:
         return PerLeaf(fn(*(x.values for x in args))) if isinstance(args[0], PerLeaf) else args[-1]
@@ -75,8 +76,8 @@ class Codec:
     makes a transformation from a codec.
 
     Attributes:
-      lossy: whether most of a gradient is lost, the same part at every step, if the codec is used
-        without error feedback.
+      lossy: whether, without error feedback, most of a gradient is lost, and the same part at every
+        step.
       chooses: whether the codec's messages have a ``Message.capacity``.
     """
 
@@ -88,7 +89,7 @@ class Codec:
         return True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """Return the codec's state, equal on all replicas, with state per leaf in a ``PerLeaf``."""
+        """Return the state, equal on all replicas; the state of each leaf is in a ``PerLeaf``."""
         return None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
@@ -128,7 +129,7 @@ class Staged(Codec):
 def switched(
     index: jax.Array, sends: Sequence[Send], leaves: Arrays, state: PyTree, names: Names
 ) -> Message:
-    """Send leaves by the function at ``index``, a number that is equal on all replicas."""
+    """Send leaves by the function ``sends[index]``; ``index`` is equal on all replicas."""
     axes.require_invariant(index, "switched")
 
     def branch(send: Send) -> Message:
@@ -141,7 +142,7 @@ def switched(
 
 
 def packed(leaves: Arrays, lead: int = 0) -> jax.Array:
-    """Concatenate leaves in their widest dtype, flattened after ``lead`` common dimensions."""
+    """Concatenate leaves, flattened after their first ``lead`` dimensions, in the widest dtype."""
     return jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], -1)
 
 

@@ -44,8 +44,9 @@ def scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 def ring(x: jax.Array, name: str) -> jax.Array:
     """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
 
-    Each replica sends a row's partial sum to the next replica, ``n - 1`` times, which is half the
-    bytes of an all-reduce. The reduce-scatter of a backend may send the bytes of an all-reduce.
+    In each of ``n - 1`` steps, every replica sends the partial sum of a row to the next replica.
+    Together these are half the bytes of an all-reduce. The reduce-scatter of a backend may send the
+    bytes of an all-reduce.
     """
     count = lax.axis_size(name)
     replica = lax.axis_index(name)

@@ -2,12 +2,12 @@
 """Combine a slice of all leaves on each replica, and gather the results.
 
 An all-to-all and an all-gather together send the bytes of a ring all-reduce. After the all-to-all,
-each replica has one slice of every replica's gradient. So it can compute any combination of the
-slices in f32, although half precision, or codes, are sent.
+each replica has one slice of every replica's gradient. So the replica can compute any combination
+of the slices in f32, although the slices are sent in half precision or as codes.
 
-A leaf is cut along one of its dimensions. A flat copy would have another tiling on a TPU, and
-writing the copy would take many times the cycles of the reduction. Only small leaves are packed
-together, which saves messages.
+A leaf is split along one of its dimensions. A flat copy of the leaf would have another tiling on a
+TPU, and writing this copy would take many times the cycles of the reduction. Only small leaves are
+packed together, which saves messages.
 """
 
 import math
@@ -47,15 +47,15 @@ WIDTH = 256
 class Chunk(NamedTuple):
     """Leaves that are sent together: a single leaf in its own shape, or a pack of small leaves.
 
-    A pack is an array ``(slices, columns)``. Every slice has the same columns of every leaf. Leaves
-    begin at block boundaries, so the sum over a leaf is computed from the sums over blocks, with
-    few operations for any number of leaves.
+    A pack is an array ``(slices, columns)``. Every slice has the same columns of every leaf. Each
+    leaf begins with a new block of columns, so the sum over a leaf is a sum of sums over blocks.
+    This takes few operations for any number of leaves.
 
     Attributes:
       indices: indices of the leaves.
       shapes: shapes of the leaves, as real arrays.
       slices: number of slices.
-      dim: the dimension that is cut, padded to equal slices; 0 in a pack.
+      dim: the dimension that is padded and split into equal slices; 0 in a pack.
       blocks: number of blocks of each leaf; 1 for a leaf in its own shape.
       block: number of columns in a block; ``None`` for a leaf in its own shape.
     """
@@ -84,7 +84,7 @@ class Chunk(NamedTuple):
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, 1)
 
     def leaves(self, array: jax.Array) -> dict[int, jax.Array]:
-        """Return the leaves in ``array``, with their indices as the keys."""
+        """Return the leaves in ``array``, with the leaves' indices as the keys."""
         if self.block is None:
             length = self.shapes[0][self.dim]
             return {self.indices[0]: lax.slice_in_dim(array, 0, length, axis=self.dim)}
@@ -115,8 +115,8 @@ def kinds(leaves: Arrays, key: Callable[[jax.Array], object] | None = None) -> l
     """Return the indices of the leaves of each kind, without the empty leaves.
 
     Leaves of one kind have the same key. By default, the key is the leaf's dtype and its varying
-    axes, if JAX tracks varying axes. Leaves of such a kind may be packed together, while a
-    concatenation of other leaves would vary over the axes of all its parts.
+    axes, if JAX tracks varying axes. Leaves with this key may be packed together. If leaves with
+    different varying axes were packed, the pack would vary over the axes of all these leaves.
     """
     indices: dict[object, list[int]] = {}
     for i, x in enumerate(leaves):
@@ -133,11 +133,11 @@ def chunks(
     Args:
       leaves: real arrays of one kind.
       slices: number of slices of each leaf.
-      bucket_bytes: leaves of fewer bytes of f32 are packed, up to this many bytes together.
-        ``None`` packs leaves below 64 KiB, or below 4 KiB per slice if that is more, up to 8 MiB
-        together, or up to 64 KiB per slice if that is more. If each leaf would be a message by
-        itself, ``None`` packs all leaves below 1 MiB, up to 1 MiB together.
-      by_leaf: whether leaves begin at block boundaries.
+      bucket_bytes: leaves of fewer bytes of f32 are packed, up to this number of bytes in a pack.
+        ``None`` packs leaves below ``max(64 KiB, 4 KiB * slices)``, up to
+        ``max(8 MiB, 64 KiB * slices)`` in a pack. Between CPU processes, where XLA does not merge
+        messages, ``None`` packs leaves below 1 MiB, up to 1 MiB in a pack.
+      by_leaf: whether each leaf in a pack begins with a new block.
     """
     if bucket_bytes is None and not axes.sent_apart():
         small = max(SMALL, SMALL_SLICE * slices)
@@ -166,7 +166,7 @@ def chunks(
 
 
 def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
-    """Group neighbouring items, up to ``most`` bytes in a group; a larger item is alone."""
+    """Group neighbouring items, up to ``most`` bytes in a group; a larger item is a group."""
     groups: list[list[int]] = []
     room = -1
     for i, size in sizes.items():
@@ -181,7 +181,8 @@ def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
 def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
     """Group items from the last to the first, the order in which gradients are computed.
 
-    A group is closed once it has more than ``most`` bytes. A larger item is a group by itself.
+    A group ends with the first item with which the group has more than ``most`` bytes. A larger
+    item is a group by itself.
     """
     groups: list[list[int]] = [[]]
     for i in reversed(list(sizes)):
@@ -195,7 +196,7 @@ def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
 
 
 def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
-    """Cut a dimension into equal slices, and return their stack ``(slices, *slice)``."""
+    """Split a dimension into equal slices, and return the stack ``(slices, *slice)``."""
     return jnp.moveaxis(x.reshape(*x.shape[:dim], slices, -1, *x.shape[dim + 1 :]), dim, 0)
 
 
@@ -213,10 +214,11 @@ def exchange(
       sent: the chunks.
       arrays: the chunks' arrays, or slices of the arrays from an earlier exchange.
       names: axes of the replicas.
-      wire: a half dtype, or ``None``. In f16, every leaf is sent with its own power of two.
+      wire: a half dtype, or ``None``. In f16, every leaf is divided by its own power of two before
+        it is sent.
       common: further axes over which leaves are sharded. The power of two of a leaf must be equal
         over these axes.
-      by_leaf: whether to compute powers of two for every wire dtype.
+      by_leaf: whether to compute powers of two for the leaves with every wire dtype, not only f16.
     """
     near_one = _is_narrow(wire)
     count = axes.size(names)
@@ -263,8 +265,8 @@ def delivered(
     Args:
       sent: the chunks.
       parts: this replica's slices.
-      levels: groups of axes to gather over, one group after the other; the first group varies
-        fastest.
+      levels: groups of axes to gather over, one group after the other. Slices that differ only in
+        the first group are neighbours in a leaf.
       wire: a half dtype, or ``None``.
       leaves: the leaves that were sent, which have the dtypes of the result.
     """
@@ -335,15 +337,15 @@ def padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:
 
 
 class Grid(NamedTuple):
-    """The rule by which slices of a leaf are cut into rows.
+    """The rule by which slices of a leaf are split into rows.
 
     Attributes:
       shape: ``(slices, *shape of a slice)``.
-      lines: the number of lines in a slice. Lines, which are cut into rows, are along the leaf's
-        last dimension, or a single line has all elements in order.
+      lines: the number of lines in a slice. Lines are along the leaf's last dimension, or a single
+        line has all elements in order. Each line is split into rows.
       parts: the number of rows in each line.
       width: the number of elements in a row.
-      multiple: a number; padding makes the number of rows a multiple of this number.
+      multiple: padding makes the number of rows a multiple of this number.
     """
 
     shape: tuple[int, ...]
@@ -354,7 +356,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int, multiple: int) -> "Grid":
-        """Choose rows of up to ``block`` elements; rows of elements in order have up to 1024."""
+        """Choose rows of up to ``block`` elements, and of up to 1024 if there is a single line."""
         size = math.prod(shape[1:])
         last = shape[-1]
         parts = math.ceil(last / block)

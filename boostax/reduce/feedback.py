@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Error feedback for all codecs: the part of a gradient that is not sent is added to the next.
+r"""Error feedback for all codecs: the unsent part of a gradient is added to the next gradient.
 
 With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a codec that sends
 :math:`C(a)` for a leaf a:
@@ -7,7 +7,7 @@ With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a c
 .. math::
   a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
-Every replica receives the same u, and the residuals are exactly the parts that were not sent.
+Every replica receives the same u, and each residual is exactly the part that was not sent.
 """
 
 import functools
@@ -35,16 +35,17 @@ class CompressedState(NamedTuple):
 
     Attributes:
       residual: a ``PerReplica`` of the part of the gradients that each replica has not sent yet: a
-        tree like the params, in f32 or wider, with complex numbers as pairs. Its units are those of
-        the gradients that ``update`` receives, which are already unscaled inside a loss scaler.
-        ``None`` for a leaf that is sent dense, or without error feedback.
-      velocity: a ``PerReplica`` like ``residual`` with the corrected momentum; or ``None``.
+        tree like the params, in f32 or wider, with complex numbers as pairs. Residuals have the
+        scale of the gradients that ``update`` receives; inside a loss scaler, these gradients are
+        already unscaled. ``None`` for a leaf that is sent dense, or without error feedback.
+      velocity: a ``PerReplica`` like ``residual`` with the velocity ``v`` of momentum correction;
+        or ``None``.
       codec: state of the codec, the same on all replicas.
       unsent: f32 scalar, ``sqrt(sum_r |residual_r|**2 / sum_r |g_r + old residual_r|**2)``, the
-        share that was not sent at the last step. It is 0 for an exact reduction, and -1 before the
-        first step.
-      capacity: f32 scalar, the share of the elements that had a slot at the last step. It is 1.0
-        for a dense step, and -1 before the first step. ``None`` if the share is fixed.
+        share that was not sent at the last step; 0 for an exact reduction, and -1 before the first
+        step.
+      capacity: f32 scalar, the share of elements for which the messages of the last step had room;
+        1.0 for a dense step, and -1 before the first step. ``None`` if the share is fixed.
     """
 
     residual: replicas.PerReplica  # shapes of the params, float32 or wider, or None
@@ -78,7 +79,7 @@ def compress(
 
     ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions call ``compress`` with a
     codec of boostax. A codec of your own has the same features: error feedback, dense leaves,
-    shards, agreement on finite gradients, resharding.
+    shards, a common decision on finite gradients, resharding.
 
     Args:
       codec: a ``boostax.reduce.Codec``.
@@ -86,7 +87,7 @@ def compress(
         ``make_train_step`` or ``on_mesh``.
       error_feedback: whether to keep ``e``, the part that was not sent, for the next step.
       decay: the factor in ``a = g + decay * e``. With a factor below 1, old residuals decay.
-        SparseLoCo uses 0.95 for gradients that are the distance of many steps.
+        SparseLoCo uses 0.95, for gradients that are the distance covered by many steps.
       dense: leaves that are averaged without compression: a function of path
         (``"layers/0/bias"``) and leaf, or a tree of bools or a prefix of such a tree.
       momentum: coefficient of momentum correction (Deep Gradient Compression), which sends ``v =
@@ -104,7 +105,7 @@ def compress(
         summed, or an axis that is not bound.
 
     Example:
-      This codec sends exactly half of each element:
+      This codec sends half of the value of each element:
 
       >>> import boostax, jax, jax.numpy as jnp
       >>> class Half(boostax.reduce.Codec):
@@ -244,8 +245,8 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
     """Run the codec once for each group of leaves with the same varying axes.
 
     If leaves with different varying axes were packed together, each leaf would vary over the axes
-    of all the leaves. For each group, the new state outside a ``PerLeaf`` is computed from the same
-    old state, and the state of the last group is used.
+    of all the leaves. Outside a ``PerLeaf``, every group receives the same old state, and the new
+    state of the last group is used.
     """
     rows: dict[int, PyTree] = {}
     new_state = state
@@ -269,7 +270,7 @@ def _merged(kind: list[int], old: list[PyTree], new: list[PyTree]) -> list[PyTre
 
 
 def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
-    """Return ``norms.square_sums`` over all replicas, with ``growth`` added."""
+    """Return the sum of ``norms.square_sums`` over all replicas, with ``growth`` added."""
     # A growth may be negative, so rounding may make the total slightly negative.
     squares = [*norms.square_sums(leaves), *growth]
     return jnp.maximum(axes.summed(squares, lambda x: axes.varying(x) - frozenset(names), names), 0)
@@ -278,7 +279,7 @@ def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array
 def _with_late(
     residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Add ``late`` to this replica's slices, in place; also return the growth of each square."""
+    """Add ``late`` to this replica's slices, in place; return the growth of square sums, too."""
     result = [*residual]
     growth: list[jax.Array] = []
     for i, (dim, more) in ((i, x) for i, x in enumerate(late) if x is not None):

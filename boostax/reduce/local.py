@@ -136,7 +136,7 @@ class _Rounds(NamedTuple):
         return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
     def _due(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
-        """Return whether step ``since`` of a round synchronizes all params, and each fragment."""
+        """Return whether step ``since`` synchronizes all params, and a bool for each fragment."""
         count = len(state.outer_state)
         every = self.every or count
         phase = since % every
@@ -161,7 +161,7 @@ class _Rounds(NamedTuple):
     def _in_branches(
         self, groups: PyTree, due: Due, mean: Callable[..., Stepped], states: PyTree, *step: PyTree
     ) -> Stepped:
-        """Average each group of leaves that is due, in a separate branch.
+        """Average the groups of leaves that are due, each group in its own branch.
 
         Args:
           groups: the indices of the leaves in each group.
@@ -169,8 +169,8 @@ class _Rounds(NamedTuple):
           mean: a function from the state of a group, and its params after a step, to averaged
             params and a new state.
           states: the state of each group.
-          step: ``local``, ``value`` and ``apply``: a replica's params before the step; the params
-            after the step, or the updates; and whether ``value`` is params.
+          step: the params of a replica before the step, ``local``; the result of the step,
+            ``value``; and whether ``value`` is the new params (``apply``) or the updates.
         """
         local, value, apply = step
 
@@ -227,7 +227,8 @@ def local_updates(
     r"""Train every replica separately for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
     From a common anchor :math:`a`, each replica makes :math:`H` steps of ``inner`` with its own
-    gradients. The mean distance of the replicas from the anchor is the gradient of ``outer``:
+    gradients. The mean distance of the replicas from the anchor is the gradient that ``outer``
+    receives:
 
     .. math::
       \Delta = \tfrac1n \sum_{r=1}^{n} (a - p_r), \qquad
@@ -239,31 +240,31 @@ def local_updates(
 
     Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Only gates may be
     around ``local_updates``: ``dynamic_loss_scale(local_updates(...), axis_name=...)``. Only
-    applied steps count. ``boostax.flush`` synchronizes the replicas at once.
+    applied steps count. ``boostax.flush`` synchronizes the replicas before the end of a round.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
-      every: number of steps from one synchronization to the next; 1 synchronizes at each step.
+      every: number of steps from one synchronization to the next; with 1, every step synchronizes.
       outer: an optimizer for the anchor, without collectives, which computes in f32 or wider.
         ``None`` averages the params themselves, without ``reduction`` or an anchor.
-      fragments: the parts of the params that are synchronized in turn, each fragment once in
-        ``every`` steps, evenly spaced (Streaming DiLoCo). A number divides the leaves into runs of
-        about equal size. A tree has the fragment of each leaf, like ``partitions`` of
+      fragments: the parts of the params that are synchronized one after the other, evenly spaced,
+        each fragment once in ``every`` steps (Streaming DiLoCo). A number divides the leaves into
+        runs of about equal size. A tree has the fragment of each leaf, like ``partitions`` of
         ``partial_average``.
       reduction: the reduction that computes :math:`\Delta`, such as ``all_reduce(axis_name,
         wire_dtype="bfloat16")`` or ``adasum(axis_name)``. ``None`` uses ``all_reduce(axis_name)``.
-      warmup: number of steps at the beginning, after each of which all params are averaged in f32
-        or wider. Later steps use ``every``, ``outer`` and ``reduction``.
+      warmup: number of first steps; after each first step, all params are averaged in f32 or wider.
+        Later steps use ``every``, ``outer`` and ``reduction``.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
     Returns:
       A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the params
-      become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
-      updates`` has a rounding error relative to the larger of old and new value. The error changes
-      the anchor only through the next :math:`\Delta`. Cost: one all-reduce of the params in f32 or
-      wider per ``every`` steps, and no other collective; a copy of the params and the outer state,
-      but neither with ``outer=None``.
+      become bit-equal to the anchor. The pure ``update`` returns differences, so
+      ``params + updates`` has a rounding error, relative to the larger of the old and the new
+      param. The error changes the anchor only through the next :math:`\Delta`. Cost: one all-reduce
+      of the params in f32 or wider per ``every`` steps, and no other collective; a copy of the
+      params, and the outer state; with ``outer=None``, no copy and no outer state.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per
@@ -310,7 +311,7 @@ def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
 
 
 def _joined(tree: PyTree, groups: Sequence[Sequence[int]], parts: Sequence[PyTree]) -> PyTree:
-    """Return the tree with each group's leaves from the group's part."""
+    """Return the tree in which the leaves of each group are from the part of this group."""
     leaves, structure = jax.tree.flatten(tree)
     for group, part in zip(groups, parts, strict=True):
         for i, leaf in zip(sorted(group), jax.tree.leaves(part), strict=True):
@@ -332,19 +333,19 @@ def partial_average(
 ) -> Extended:
     r"""Train every replica on its own gradients; average one partition of the params per step.
 
-    With the leaves divided into :math:`K` partitions, step :math:`t` is
+    If the leaves are divided into :math:`K` partitions, step :math:`t` is
 
     .. math::
       p_r \leftarrow p_r + \text{inner}_r(g_r), \qquad
       p_r[k] \leftarrow \tfrac1n \sum_{s=1}^{n} p_s[k] \quad \text{for } k = t \bmod K .
 
     Every param is averaged once in :math:`K` steps; the state of ``inner`` is never averaged. The
-    result equals that of ``local_updates(inner, every=K, outer=None, fragments=partitions)``.
+    result equals the result of ``local_updates(inner, every=K, outer=None, fragments=partitions)``.
 
     Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Only gates may be
     around ``partial_average``: ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A
-    skipped step averages no params and does not advance the rotation. ``boostax.flush`` averages
-    all params, and the rotation begins again.
+    skipped step averages no params, and the next step averages the same partition.
+    ``boostax.flush`` averages all params, and the rotation begins again.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
@@ -352,17 +353,17 @@ def partial_average(
         into runs so that the largest run is as small as possible. Or the partition of each leaf,
         numbered from 0: a tree of integers like the params, or a prefix of such a tree.
       bucket_bytes: the size of a partition as in SINGA, instead of ``partitions``. Leaves are added
-        to a partition, from the last leaf to the first, until it exceeds this many bytes (of f32).
-        A larger leaf is a partition by itself. ``2**23`` is SINGA's default.
+        to a partition, from the last leaf to the first, until the partition exceeds this number of
+        bytes (of f32). A larger leaf is a partition by itself. ``2**23`` is SINGA's default.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
     Returns:
       A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the averaged
-      params become bit-equal on all replicas. The pure ``update`` returns differences, so ``params
-      + updates`` has a rounding error relative to the larger of old and new value. The next average
-      removes this error. Cost: one all-reduce of a partition per step, in f32 or wider; no state
-      besides that of ``inner``.
+      params become bit-equal on all replicas. The pure ``update`` returns differences, so
+      ``params + updates`` has a rounding error, relative to the larger of the old and the new
+      param. The next average removes this error. Cost: one all-reduce of a partition per step, in
+      f32 or wider; no state besides that of ``inner``.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per replica,
@@ -428,7 +429,7 @@ def partitioning(
 
 
 def _even_runs(sizes: list[int], count: int) -> list[int]:
-    """Cut items into runs, the largest as small as possible; return the run of each item."""
+    """Split items into runs, the largest as small as possible; return the run of each item."""
 
     def runs(limit: int) -> list[int]:
         labels = [0]

@@ -60,7 +60,7 @@ def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
 
 
 def _require_mean(tx: Any, who: str, call: inspect.BoundArguments) -> None:
-    """Refuse a reduction, unless it is a plain mean, in a window that averages gradients itself."""
+    """In a window that averages the gradients, refuse a reduction that is not a plain mean."""
     defaults = {name: x.default for name, x in call.signature.parameters.items()}
     options = {x for x, y in call.arguments.items() if y != defaults[x]} - {"axis_name", "divide"}
     options |= {*tx.update.description.axes} - {*axes.bound().names, axes.UNNAMED}
@@ -104,7 +104,7 @@ def all_reduce(
     Put ``all_reduce`` first in the inner chain: ``accumulate(chain(all_reduce("data"), clip,
     adamw), 8)`` reduces once per window.
 
-    With a half ``wire_dtype``, the gradients are sent in that dtype and summed in f32. bf16 has the
+    With a ``wire_dtype``, the gradients are sent in that dtype and summed in f32. bf16 has the
     range of f32. In f16, every leaf is divided by its own power of two, so neither large gradients
     nor their sum overflow, and small gradients lose no digits.
 
@@ -114,26 +114,26 @@ def all_reduce(
       op: ``"mean"`` or ``"sum"``.
       wire_dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
       clip: bound on the magnitude of every element of a local gradient, applied first. Elements
-        that are not finite are unchanged, because a loss scaler must detect such elements. ``None``
-        does not clip.
-      divide: whether a mean divides ``"after"`` the sum or ``"before"`` the sum. The division
-        before avoids overflow: the sum of four gradients of 1e38 exceeds f32.
-      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this many bytes together, which
-        saves collectives and costs one copy. With ``None``, XLA merges the reductions of several
-        leaves. With ``None`` and ``wire_dtype``, leaves below 64 KiB (or 4 KiB in a replica's
-        slice) and vectors are packed, up to 8 MiB together. Between processes on CPUs, each leaf
-        would be a message, so ``None`` packs the unsharded leaves of a mean, up to 1 MiB together,
-        and reduces shards (FSDP, ZeRO) to their owners in the messages of one ring.
+        that are not finite are not clipped, because a loss scaler must detect such elements.
+        ``None`` does not clip.
+      divide: whether a mean divides ``"after"`` the sum or ``"before"`` the sum. ``"before"``
+        avoids an overflow of the sum, such as of four gradients of 1e38 in f32.
+      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this number of bytes in a pack.
+        Packs save collectives and cost one copy. With ``None``, XLA merges the reductions of
+        several leaves. With ``None`` and ``wire_dtype``, leaves below 64 KiB (or 4 KiB in a
+        replica's slice) and vectors are packed, up to 8 MiB together. Between processes on CPUs,
+        XLA would send each leaf as a message. So ``None`` packs the unsharded leaves of a mean, up
+        to 1 MiB in a pack, and reduces shards (FSDP, ZeRO) by a ring of messages, each shard to the
+        replica that stores it.
 
     Returns:
       A transformation without state. The sum is computed in f32 or wider and cast back to the
-      gradients' dtype, with saturation. Cost: ``jax.lax.pmean`` of each leaf in its own shape, one
-      all-reduce per leaf in the traced program, which XLA may merge (4 bytes an element on the
-      wire, times ``2 (n-1)/n`` on a ring). With ``wire_dtype``, the cost is 2 bytes an element, by
-      an all-to-all and an all-gather of each leaf, cut along one of its dimensions, and of each
-      pack of small leaves; in f16 two more gathers of 4 bytes a leaf. Compiled for TPU v5e, a train
-      step of 67 M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step with the f32
-      mean.
+      gradients' dtype, with saturation. Cost: one all-reduce for each leaf in its own shape
+      (``jax.lax.pmean``), which XLA may merge; 4 bytes an element on the wire, times ``2 (n-1)/n``
+      on a ring. With ``wire_dtype``, the cost is 2 bytes an element, by an all-to-all and an
+      all-gather of each leaf, split along one of its dimensions, and of each pack of small leaves.
+      In f16, there are two more gathers of 4 bytes a leaf. Compiled for TPU v5e, a train step of 67
+      M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step with the f32 mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -203,7 +203,7 @@ def reduced(x: jax.Array, names: Names, divide: Divide) -> jax.Array:
 def _in_messages(
     who: str, names: Names, divide: Divide, paths: Sequence[Path], leaves: Arrays
 ) -> list[jax.Array]:
-    """Average leaves between CPU processes: pack unsharded leaves, and send shards to owners."""
+    """Average leaves between CPU processes: pack unsharded leaves; reduce shards by a ring."""
     owned = [placement.owned(path, x.shape) for path, x in zip(paths, leaves, strict=True)]
     means = {i: reduced(x, names, divide) for i, x in enumerate(leaves) if owned[i] is None}
     unsharded = [i for i, dim in enumerate(owned) if dim == -1]
@@ -236,8 +236,8 @@ def _in_packs(
 ) -> list[jax.Array]:
     """Reduce the leaves of each kind together, as real arrays; empty leaves are not sent.
 
-    Leaves that do not fill a bucket share a message. With a half dtype ``wire``, leaves are sent
-    and returned in this dtype, and the sum is in f32.
+    Neighbouring leaves share a message of up to ``bucket_bytes``. With a half dtype ``wire``,
+    leaves are sent and returned in this dtype, and the sum is in f32.
     """
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind in exchange.kinds(leaves):

@@ -35,7 +35,7 @@ OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
 def to_owners(
     who: str, dims: Mapping[Path, int], leaves: list[jax.Array], send: Callable[..., PyTree]
 ) -> list[jax.Array]:
-    """Reduce leaves to their means in the shards that each replica owns.
+    """Reduce leaves to their means, of which each replica receives the shards that it owns.
 
     The reduction runs outside of the ``vmap`` over the replica axis. Leaves that are equal on all
     replicas are unchanged.
@@ -98,10 +98,10 @@ def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
 def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callable[..., Stepped]:
     """Make the ``update`` of a reduction that runs on the shards of every device.
 
-    In a function that is mapped over named axes, the result equals ``update``. Inside
-    ``Placement.map_replicas``, the result runs outside of the ``vmap``, in a ``jax.shard_map`` over
-    all axes of the mesh, so that shards are sent without a gather. Updates have the types of the
-    gradients, and the new state has the types of the old state.
+    In a function that is mapped over named axes, the returned function equals ``update``. Inside
+    ``Placement.map_replicas``, the returned function runs outside of the ``vmap``, in a
+    ``jax.shard_map`` over all axes of the mesh, so that shards are sent without a gather. Updates
+    have the types of the gradients, and the new state has the types of the old state.
     """
 
     @functools.wraps(update)
@@ -137,7 +137,7 @@ def _by_device(
       who: the reduction.
       axis: the axes of the reduction, which must be all replica axes of the mesh.
       call: per-device code with the replica axes as named axes.
-      in_specs: specs of the arguments. Specs of gradients are without the replica axes, and specs
+      in_specs: specs of the arguments. Specs of gradients do not have the replica axes, and specs
         of per-replica values begin with the replica axes.
       out_specs: specs of the results, in the same form.
     """
@@ -177,7 +177,7 @@ def _by_device(
 def on_rows(
     who: str, names: Names, path: Path, call: Callable[..., PyTree], arrays: PyTree, scatter: bool
 ) -> PyTree:
-    """Run ``call`` per device, to distribute leaves of one shape, or to gather such leaves.
+    """Run ``call`` on each device, to distribute leaves of one shape, or to gather such leaves.
 
     Args:
       who: the reduction.
@@ -185,8 +185,8 @@ def on_rows(
       path: the path of a leaf, whose spec is used for all leaves.
       call: the per-device function.
       arrays: local leaves, or the rows ``[rows, *shape]`` that a replica owns.
-      scatter: whether ``call`` returns rows from leaves; otherwise it returns leaves, equal on all
-        replicas, from rows.
+      scatter: whether ``call`` computes rows from leaves; otherwise, ``call`` computes leaves,
+        equal on all replicas, from rows.
     """
     placement = placed_here()
     if placement is None:

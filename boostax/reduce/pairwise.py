@@ -7,17 +7,17 @@ r"""The computation of AdaSum: the pairwise operator, and the tree of pairs over
 
 Orthogonal gradients are added, and parallel gradients are averaged. The operator is not
 associative, so the order is part of the definition: neighbours first, ((0,1),(2,3)), then
-neighbouring pairs. A row without a partner moves up unchanged. This file computes with arrays, and
-``exchange.py`` sends arrays.
+neighbouring pairs. A *row* is the gradient of one replica. A row without a partner moves up
+unchanged. This file computes with arrays, and ``exchange.py`` sends arrays.
 
 ``_read`` computes the dot products of all pairs. From these products, ``_weight`` computes the
-factors ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2``. ``_combine`` multiplies these factors into
-the factors of the rows in each node. ``_tree`` multiplies each row by its factors of all levels,
-and sums the rows.
+factors ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2``. ``_combine`` multiplies the factors of the
+rows in each node by the factors of the node. ``_tree`` multiplies each row by its factors of all
+levels, and sums the rows.
 
-Every row has a power of two, ``value = row * 2**exponent``, so that the largest element of a row is
-just below one. Products with powers of two are exact, so no value over- or underflows in f32, even
-if the gradients of one replica are 1e30 times those of another replica.
+Every row is stored with a power of two, ``value = row * 2**exponent``, so that the largest element
+of a row is just below one. Products with powers of two are exact, so no value over- or underflows
+in f32, even if the gradients of one replica are 1e30 times those of another replica.
 
 References:
   Maleki et al., Scaling Distributed Training with Adaptive Summation,
@@ -40,13 +40,13 @@ RUN = 256
 
 
 class Bucket(NamedTuple):
-    """The same block of columns from every replica.
+    """The same columns of the rows of all replicas.
 
     Attributes:
-      rows: an array ``(..., columns)`` per replica, in f32 or wider.
+      rows: an array ``(..., columns)`` for each replica, in f32 or wider.
       owners: the leaf of every block of columns, or of all columns together.
-      copies: the number of devices with the same part of the rows, among all devices over which
-        sums are computed.
+      copies: the number of devices that have the same part of the rows, among all devices over
+        which a sum is computed.
     """
 
     rows: list[jax.Array]
@@ -91,9 +91,10 @@ class Nodes(NamedTuple):
     """A level of the tree.
 
     Attributes:
-      level: up to ``2**level`` rows make a node.
+      level: a node combines up to ``2**level`` rows.
       exponents: i32 ``(nodes, leaves)``: the powers of two of the nodes.
-      factors: the factors of the rows; a node is the sum of its rows, each times its factor.
+      factors: the factors of the rows; a node is the sum of the products of its rows and their
+        factors.
     """
 
     level: int
@@ -143,12 +144,12 @@ def combine_replicas(
 
     Args:
       rows: the rows; a device may have only a part of every row.
-      total: a function that sums partial sums over the devices with the other parts of the rows. It
-        is called once per level of the tree, with one array.
-      together: whether all leaves share their dot products, as in AdaSum of the complete tree.
+      total: a function that sums partial sums over the devices with the other parts of the rows.
+        ``total`` is called once per level of the tree, with one array.
+      together: whether dot products are sums over all leaves, as in AdaSum of the complete tree.
 
     Returns:
-      The values of a single row, by buckets, and an array ``(2, leaves)`` that measures how
+      The combined row, as an array for each bucket, and an array ``(2, leaves)`` that measures how
       parallel the rows were. The array has the squared norm of the rows' sum, and the sum of the
       rows' squared norms, in units of ``4**exponents.max(0)``.
     """
@@ -186,7 +187,7 @@ def combine_replicas(
 
 
 def join_rows(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
-    """Join the rows of several kinds; ``copies`` has each kind's number of copies."""
+    """Join the buckets of several ``Rows``; ``copies`` has ``Bucket.copies`` for each ``Rows``."""
     buckets: list[Bucket] = []
     leaves = 0
     for part, count in zip(parts, copies, strict=True):
@@ -216,7 +217,7 @@ def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
 
 
 def _sums(rows: Rows, terms_of: Callable[[Bucket], Arrays]) -> jax.Array:
-    """Return ``(terms, leaves)``: the sum of each term of the buckets over each leaf's elements.
+    """Return ``(terms, leaves)``: the sum of each result of ``terms_of`` over each leaf's elements.
 
     One reduction with many results reads its operands once. Several reductions, or one reduction of
     a stack, took XLA:CPU 2 to 5 times as long.
@@ -285,7 +286,7 @@ def _sum_of_squares(rows: Rows, nodes: Nodes, dots: jax.Array, units: jax.Array)
 
 
 def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array) -> Nodes:
-    """Return the next level: each pair becomes a node, and the pair's factors multiply its rows."""
+    """Return the next level: each pair becomes a node, and the factors of its rows are updated."""
     aa, ab, bb = dots
     # ``a.a`` is in units of ``4**tops[0]``, ``b.b`` of ``4**tops[1]``, and ``a.b`` of ``2**(tops[0]
     # + tops[1])``. So ``a.b / a.a`` is in units of ``2**lead``, and ``a.b / b.b`` of ``2**-lead``.
@@ -313,12 +314,13 @@ def _weight(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the factor by which ``a`` is multiplied, ``1 - a.b / 2|a|**2``, as a quotient.
 
-    The factor of ``b`` follows by exchanging a and b. With powers of two, the factor is ``2**unit -
-    2**cross * dot / (2 * norm)``, where ``dot`` is ``a.b`` and ``norm`` is ``|a|**2``. The factor
-    of a zero row is ``2**unit``. The factor of two equal rows is half of ``2**unit``.
+    Exchange a and b for the factor of ``b``. With powers of two, the factor is
+    ``2**unit - 2**cross * dot / (2 * norm)``, where ``dot`` is ``a.b`` and ``norm`` is ``|a|**2``.
+    The factor of a zero row is ``2**unit``. The factor of two equal rows is half of ``2**unit``.
 
     ``same`` is needed because the dot products of equal rows may differ in their last bit: XLA
-    contracts some products to fused multiply-adds. No comparison treats a NaN as a zero.
+    contracts some products to fused multiply-adds. If a value is NaN, these comparisons are false,
+    so the factor is NaN.
     """
     unit = power_of_two(unit, dot.dtype)
     cross = power_of_two(cross, dot.dtype)

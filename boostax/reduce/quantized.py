@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantised reduction: every element is sent in 8 bits.
 
-The reduction needs *two shots*. An all-to-all sends codes to the replica that computes the
-sum, and an all-gather returns the sum, quantised again.
+The reduction needs *two shots*. An all-to-all sends codes of each slice to the replica that sums
+the slice. An all-gather returns the sums, quantised again.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ LEVELS = 127
 class Int8(Codec):
     """Two shots of int8 with a scale per row.
 
-    The replica that rounds a mean adds the error of this second rounding, times the number of
-    replicas, to its residual. So the mean of later steps compensates for the error.
+    The replica that rounds a mean adds the error of this second rounding to its residual, times the
+    number of replicas. So a later mean, which divides by this number, compensates for the error.
 
     Attributes:
       block: the maximum number of elements in a row; ``None`` for 256, or 4096 on a TPU.
-      stochastic: whether to round up or down at random, which preserves the mean, instead of to
-        nearest.
+      stochastic: whether to round up or down at random, which preserves the expected value, instead
+        of to nearest.
       seed: seed of the rounding.
     """
 
@@ -79,16 +79,16 @@ class Int8(Codec):
 
 
 class _Slices(NamedTuple):
-    """Leaves that are cut into a slice per replica, and slices into rows.
+    """Leaves that are split into a slice for each replica; the slices are split into rows.
 
-    Rows are along a leaf's last dimension. Rows that are longer than a block are cut into equal
-    parts. If rows are shorter than a TPU's vector, or if the leaf is packed with other leaves, rows
-    are of elements in order.
+    Rows are along a leaf's last dimension. Rows that are longer than a block are split into equal
+    parts. If the last dimension is shorter than a TPU's vector, or if the leaf is packed with other
+    leaves, a row is a run of elements in order.
 
     Attributes:
       leaves: the leaves.
       sent: the chunks of the leaves.
-      grids: the grid of each chunk, which cuts slices into rows.
+      grids: the grid of each chunk, which splits slices into rows.
     """
 
     leaves: Arrays
@@ -106,7 +106,7 @@ class _Slices(NamedTuple):
     def corrected(self, errors: Arrays, mean_errors: Arrays, names: Names) -> PyTree:
         """Return ``residuals`` and ``late`` of a message, from the errors of both roundings.
 
-        The error of a mean, times the number of replicas, is added in this replica's slice.
+        In this replica's slice, the error of the mean is added, times the number of replicas.
         """
         replica = axes.index(names)
         late: list[Late | None] = [None] * len(self.leaves)
@@ -160,23 +160,24 @@ def int8_reduce(
 
     .. math:: q = \operatorname{round}(a / s), \qquad s = \max_{\text{row}} |a| / 127
 
-    An all-to-all sends the codes to the replica that computes the sum in f32. An all-gather returns
-    the sum, quantised again. The two collectives send a quarter of a mean's bytes for any number of
-    replicas. An all-gather of all replicas' codes would save no bytes from eight replicas on.
+    An all-to-all sends the codes of each slice of a leaf to the replica that sums this slice in
+    f32. An all-gather returns the sums, quantised again. The two collectives send a quarter of a
+    mean's bytes for any number of replicas. A single all-gather of all replicas' codes would send
+    at least the bytes of a mean with eight replicas or more.
 
-    A leaf is cut along one of its dimensions, and rows are along its last dimension, so the leaf is
-    not flattened. Some leaves are cut into rows of 256 elements, or up to 1024 on a TPU: small
-    leaves, leaves without a dimension that the replicas divide evenly (up to 1% padding), and
-    leaves with rows below 128 elements.
+    A leaf is split along one of its dimensions, and rows are along its last dimension, so the leaf
+    is not flattened. Some leaves are flattened, and split into rows of 256 elements, or up to 1024
+    on a TPU: small leaves, leaves without a dimension that the replicas divide evenly (up to 1%
+    padding), and leaves with rows below 128 elements.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
         ``make_train_step`` or ``on_mesh``.
-      block: the maximum number of elements that share a scale; longer rows are cut into equal
+      block: the maximum number of elements that share a scale; longer rows are split into equal
         parts. ``None`` means 256, or 4096 on a TPU, where shorter rows need a copy in another
         tiling.
       rounding: ``"nearest"``, or ``"stochastic"`` for up or down at random, which preserves the
-        mean.
+        expected value.
       seed: seed of stochastic rounding.
       error_feedback: whether to keep the errors of both roundings for the next step.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest elements of an array, without sorting it.
 
-The magnitude of the last chosen element is computed by counting, two bits in each read of the
-array. In a word of 32 bits, each bit shows whether an element is chosen, for 32 rows of a column.
-Running sums of the ones in the words map the number of a chosen element to its position. No array
-of the input's size is written.
+The smallest chosen magnitude is computed by counting larger elements; each read of the array
+determines two bits of this magnitude. The 32 bits of a word show which elements are chosen among 32
+rows of a column. The running sum of the ones in the words gives the position of the k-th chosen
+element. No array of the input's size is written.
 """
 
 import jax
@@ -23,12 +23,12 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
     Args:
       x: real, ``(rows, columns)``; the number of rows is a multiple of ``BITS``.
-      count: number of elements to choose, up to all.
+      count: number of elements to choose, at most the number of all elements.
 
     Returns:
-      Positions, u32 ``(count,)``, ascending, in the form that ``at`` accepts; and bools like ``x``.
-      Among equal magnitudes, the first elements are chosen. A device that flushes subnormal numbers
-      to zero treats subnormal numbers as equal.
+      Positions, u32 ``(count,)``, ascending, in the form that ``at`` accepts; and bools like ``x``,
+      True for chosen elements. Among equal magnitudes, the first elements are chosen. A device that
+      flushes subnormal numbers to zero treats subnormal numbers as equal.
     """
     size = jnp.abs(x)
     least = _last(x, count)
@@ -56,14 +56,14 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def at(positions: jax.Array, columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the word, column and bit of positions, ascending if positions are ascending."""
+    """Return indices of word, column and bit, which are ascending if positions are ascending."""
     positions = positions.astype(jnp.uint32)
     words = positions // BITS
     return words // columns, words % columns, positions % BITS
 
 
 def _last(x: jax.Array, count: int) -> jax.Array:
-    """Return the largest magnitude that ``count`` elements reach, computed bit by bit."""
+    """Return the largest magnitude that at least ``count`` elements reach, two bits at a time."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = 8 * x.dtype.itemsize
 
@@ -92,14 +92,14 @@ def _ones(words: jax.Array) -> jax.Array:
 
 
 def _running(words: jax.Array) -> jax.Array:
-    """Return the number of ones up to the end of each word, row by row."""
+    """Return the number of 1-bits up to the end of each word, row by row."""
     along = jnp.cumsum(_ones(words), 1)
     rows = along[:, -1]
     return along + (jnp.cumsum(rows) - rows)[:, None]
 
 
 def _cut(words: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the position of the first one after ``count`` ones, or the end if there is none."""
+    """Return the position of the first 1-bit after ``count`` 1-bits; the end if there is none."""
     ends = _running(words)
     word = (ends <= count).sum()
     ones = words.ravel()[word]
@@ -108,7 +108,7 @@ def _cut(words: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _one(words: jax.Array, rank: jax.Array) -> jax.Array:
-    """Return the position of the k-th one among the bits of each word, by bisection."""
+    """Return the position of the 1-bit number ``rank`` (from 0) in each word, by bisection."""
     rank = rank.astype(jnp.uint32)
     position = jnp.zeros_like(words)
     half = BITS // 2

@@ -34,11 +34,11 @@ SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The rule that selects elements, and their form on the wire.
+    """The rule that selects elements, and the form in which they are sent.
 
     Attributes:
       threshold: the smallest magnitude that is sent; ``None`` allows any magnitude.
-      relative: whether the threshold is in units of the leaf's root mean square.
+      relative: whether the threshold is multiplied by the root mean square of the leaf.
       wire_dtype: dtype of values on the wire; ``None`` for the dtype of the values.
       bits: 2 to send ``two_bits`` of each value; ``None`` to send values in ``wire_dtype``.
     """
@@ -62,12 +62,13 @@ class Cut:
 
 
 def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return u8 codes ``(..., ceil(count / 4))`` and u16 ``(..., 2)``: two magnitudes of each row.
+    """Return u8 codes ``(..., ceil(count / 4))``, and two magnitudes of each row, u16 ``(..., 2)``.
 
-    The first bit is the sign. The second bit is 1 if the magnitude is above the mean of its row.
-    Elements above the mean are sent as the mean of their magnitudes, truncated to bfloat16, and
-    elements below likewise. The bits of the mean are truncated as integers, because XLA may remove
-    a rounding that is followed by a widening.
+    Each value has a code of two bits. The first bit is the sign. The second bit is 1 if the
+    magnitude is above the mean of its row. The two magnitudes of a row are the mean magnitude of
+    the elements above the mean, and of all other elements, truncated to bfloat16. The bits of the
+    mean are truncated as integers, because XLA may remove a rounding that is followed by a
+    widening.
     """
     sizes = jnp.abs(values)
     large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
@@ -82,7 +83,7 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Runs(NamedTuple):
-    """A leaf in which elements are chosen from each run of elements, or from the leaf as one run.
+    """A leaf whose elements are chosen separately in each run of elements; a leaf may be one run.
 
     Attributes:
       grid: the rows of the leaf.
@@ -96,7 +97,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int | None, count: Callable[[int], int]) -> "Runs":
-        """Cut a leaf into runs of up to ``block`` elements; ``None`` does not cut a large leaf."""
+        """Split a leaf into runs of up to ``block`` elements; split no large leaf if ``None``."""
         size = math.prod(shape)
         if block is None and size > SMALL:
             grid = exchange.Grid.of((1, *shape), size, selection.BITS)
@@ -111,7 +112,7 @@ class Runs(NamedTuple):
         return cls(grid, (grid.height, selection.BITS, columns), min(count(grid.width), grid.width))
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return positions ``(runs, count)``, ascending in each run, and bools like the leaf."""
+        """Return positions ``(runs, count)``, ascending in each run, and the mask of the leaf."""
         positions, mask = _largest(self.rows(leaf), count=self.sent)
         narrow = math.prod(self.cells[1:]) <= 2**16
         return positions.astype(jnp.uint16 if narrow else jnp.uint32), self.leaf(mask)
@@ -160,11 +161,12 @@ def add_at(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Arra
 
 
 class _Bucket(NamedTuple):
-    """Leaves that share one choice of elements.
+    """Leaves from which elements are chosen together; or one leaf.
 
     Attributes:
       leaves: their indices.
-      array: the leaf; for several leaves, a vector that is zero below each leaf's threshold.
+      array: the leaf; or the vector of several leaves, with zeros for elements below the threshold
+        of their leaf.
       least: the threshold of the array.
       view: the runs of the array.
     """
@@ -177,14 +179,14 @@ class _Bucket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Largest(Codec):
-    """Send the elements of largest magnitude of every leaf, or bucket of leaves, and positions.
+    """Send the largest elements of every leaf, or of several leaves together, with their positions.
 
     Attributes:
       count: a function from a number of elements to the number of elements that are sent.
       block: the length of the runs from which elements are chosen; ``None`` chooses from a leaf as
         one run.
       cut: see ``Cut``.
-      bucket_bytes: bytes of f32 up to which several leaves share one choice.
+      bucket_bytes: bytes of f32 up to which elements are chosen from several leaves together.
       lossy: see ``Codec``.
     """
 
@@ -196,7 +198,7 @@ class Largest(Codec):
     lossy: bool = True
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
-        """Gather the chosen elements of all replicas, and sum the elements."""
+        """Gather the chosen elements of all replicas, and sum them."""
         least = [self.cut.least(x) for x in leaves]
         buckets = self._buckets(leaves, least)
         positions, masks = zip(*(x.view.largest(x.array) for x in buckets), strict=True)
@@ -220,7 +222,7 @@ class Largest(Codec):
         return Message(means, list(map(jnp.subtract, leaves, sent)), state)
 
     def _summed(self, buckets: Sequence[_Bucket], wires: PyTree, positions: Arrays) -> Arrays:
-        """Return the sum over the replicas in ``wires`` and ``positions``, for each bucket."""
+        """Return, for each bucket, the sum of the elements in ``wires`` over the replicas."""
         sums: list[jax.Array] = []
         for x, wire, at in zip(buckets, wires, positions, strict=True):
             values = wire[0]
@@ -245,7 +247,7 @@ class Largest(Codec):
         return sums
 
     def has_slots(self, leaves: Arrays) -> jax.Array:
-        """Return whether all selected elements have slots, in every bucket."""
+        """Return whether the sparse message has room for all selected elements, in every bucket."""
         lacking = jnp.zeros((), jnp.int32)
         for bucket in self._buckets(leaves, [self.cut.least(x) for x in leaves]):
             # Zeros are never sent.
@@ -258,7 +260,7 @@ class Largest(Codec):
         return lacking == 0
 
     def _buckets(self, leaves: Arrays, least: Sequence[Magnitude]) -> list[_Bucket]:
-        """Return a bucket for each leaf, or for each group of leaves of one dtype."""
+        """Return buckets of one leaf, or with ``bucket_bytes`` of several leaves of one dtype."""
         groups = [[i] for i in range(len(leaves))]
         if self.bucket_bytes is not None:
             sizes = ({i: 4 * leaves[i].size for i in kind} for kind in exchange.kinds(leaves))
@@ -276,13 +278,13 @@ class Largest(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Codec):
-    """Send the elements that reach a threshold, sparse if all have slots, else as a dense mean.
+    """Send the elements that reach a threshold: sparse if the message has room, else a dense mean.
 
-    Shapes are static, so the sparse form and the dense form are branches. The replicas agree on a
-    branch before they send.
+    Shapes are static, so a sparse message has room for a fixed share of each leaf. The sparse form
+    and the dense form are branches of one program. The replicas agree on a branch before they send.
 
     Attributes:
-      capacity: share of a leaf that has slots on the sparse wire; with 1, every step is dense.
+      capacity: share of each leaf for which a sparse message has room; with 1, every step is dense.
       sparse: the codec that sends this share.
       lossy: see ``Codec``.
     """
@@ -320,12 +322,12 @@ def _split_buckets(leaves: Arrays, buckets: Sequence[_Bucket], arrays: Arrays) -
 
 
 def share(density: float, of: int) -> int:
-    """Return ``ceil(density * of)``, at least one, robust to rounding."""
+    """Return ``ceil(density * of)``, but at least 1, and without an effect of rounding errors."""
     return max(1, min(of, math.ceil(density * of - 1e-6)))
 
 
 def _gathered(arrays: Arrays, names: tuple[str, ...]) -> list[jax.Array]:
-    """Return ``(replicas, *shape)`` of each array, with one collective for each dtype."""
+    """Gather each array, as ``(replicas, *shape)``, with one collective for each dtype."""
     result: dict[int, jax.Array] = {}
     for kind in exchange.kinds(arrays):
         part = [arrays[i] for i in kind]
@@ -368,24 +370,24 @@ def top_k_reduce(
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
         ``make_train_step`` or ``on_mesh``.
       density: share of each leaf that is sent, ``ceil(density * size)`` elements. A dictionary is a
-        warm-up of the share by the number of applied steps: ``{0: 0.25, 200: 0.05, 400: 0.01}``.
+        warm-up, from the number of applied steps to the share: ``{0: 0.25, 200: 0.05, 400: 0.01}``.
       count: number of elements per leaf (or block) that are sent, instead of ``density``.
       block: number of elements in a run, if elements are chosen from each run of a leaf. Runs are
-        along the last dimension if it is long. Then positions need 2 bytes, and the chosen elements
-        have 87 to 99% of the energy of the best choice. Use 1024; other lengths are padded to a
-        multiple of 32.
+        along the last dimension if it is long. With runs, positions need 2 bytes, and the sum of
+        squares of the chosen elements is 87 to 99% of that of the largest elements of the leaf. Use
+        1024. If a length is not a multiple of 32, runs are padded.
       bucket_bytes: number of bytes (of f32) up to which elements are chosen from several leaves
-        together. Leaves are fused, from the last to the first, until their size exceeds this
+        together. Leaves are fused, from the last to the first, until the fused size exceeds this
         number. The elements of a larger leaf are chosen separately. The number of sent elements is
         the same, but leaves with larger elements send more. The cost is one copy of the fused
         leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
-      momentum: coefficient of momentum correction (DGC), which applies momentum before the choice,
-        and resets the momentum of sent elements. The optimizer must then have no momentum.
+      momentum: coefficient of momentum correction (DGC), which applies momentum before elements are
+        chosen, and resets the momentum of sent elements. The optimizer must then have no momentum.
       wire_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
         errors remain in the residual.
       bits: 2 sends the sign of a value, and whether its magnitude is above the mean of its block
-        (or leaf). The mean magnitudes above and below need 4 bytes a block. Errors remain in the
-        residual. ``None`` sends values in ``wire_dtype``.
+        (or leaf). The two mean magnitudes, above and below this mean, need 4 bytes a block. Errors
+        remain in the residual. ``None`` sends values in ``wire_dtype``.
       error_feedback: whether to keep the elements that were not sent. Without error feedback, most
         params never change.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
@@ -393,12 +395,12 @@ def top_k_reduce(
         norms and biases, or a tree of bools.
 
     Returns:
-      A transformation with a ``CompressedState``. Cost: 8 bytes for each element sent (6 in a leaf
-      or block of up to 65536 elements, 4 if also ``wire_dtype`` is half, 2.25 with ``bits=2``),
-      gathered from all replicas. With k elements per replica, a ring sends ``(n-1) k`` times these
-      bytes, less than a mean's ``8 (n-1)/n N`` only if ``density < 1/n``. Each replica has one
-      residual with the size of the f32 gradients (two with ``momentum``); two all-reduces of 8
-      bytes.
+      A transformation with a ``CompressedState``. Cost: 8 bytes for each sent element, gathered
+      from all replicas. In a leaf or block of up to 65536 elements, this is 6 bytes, or 4 with a
+      half ``wire_dtype``, or 2.25 with ``bits=2``. With k elements per replica, a ring sends
+      ``(n-1) k`` times these bytes, less than a mean's ``8 (n-1)/n N`` only if ``density < 1/n``.
+      Each replica has one residual with the size of the f32 gradients (two with ``momentum``); two
+      all-reduces of 8 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -416,7 +418,8 @@ def top_k_reduce(
       Aji and Heafield, Sparse Communication for Distributed Gradient Descent,
       https://arxiv.org/abs/1704.05021, 2017. Lin et al., Deep Gradient Compression,
       https://arxiv.org/abs/1712.01887, 2018. Apache SINGA's ``backward_and_sparse_update``, whose
-      comparison truncates magnitudes to integers, so below one it sends the first k elements.
+      comparison truncates magnitudes to integers. So if all magnitudes are below one, SINGA sends
+      the first k elements.
     """
     who = "top_k_reduce"
     cut = Cut(bits=bits)
@@ -450,24 +453,24 @@ def threshold_reduce(
 
     .. math:: u = \tfrac1n \sum_r a_r \, [\, |a_r| \ge t \,], \qquad a_r = g_r + e_r
 
-    Shapes are static, so a share of each leaf has slots on a sparse wire. At every step, the
-    replicas count the elements that reach the threshold. If all these elements have slots, in every
-    leaf of every replica, these elements are sent with their positions. Otherwise, the replicas
-    send a plain mean, in which all other elements are zero. So every element that reaches the
-    threshold is sent, with or without error feedback.
+    Shapes are static, so a sparse message has room for a fixed share of each leaf, ``capacity``. At
+    every step, the replicas count the elements that reach the threshold. If the messages have room
+    for all these elements, in every leaf of every replica, these elements are sent with their
+    positions. Otherwise, the replicas compute a plain mean, in which elements below the threshold
+    are zero. So every element that reaches the threshold is sent, with or without error feedback.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
         ``make_train_step`` or ``on_mesh``.
       threshold: the smallest magnitude that is sent.
-      capacity: share of each leaf that has slots on the sparse wire, which sends fewer bytes than
-        the mean if ``capacity < 1/n``; 1.0 always sends the mean.
+      capacity: share of each leaf for which a sparse message has room. Sparse messages have fewer
+        bytes than a mean if ``capacity < 1/n``. With 1.0, every step sends the mean.
       relative: whether the threshold is in units of the root mean square of gradient plus residual,
         so that a larger residual raises the threshold.
       block: see ``top_k_reduce``.
-      bucket_bytes: number of bytes up to which leaves share their slots, as in ``top_k_reduce``.
-        The same elements are sent, but fewer steps are dense because a leaf lacks slots. With
-        ``None``, each leaf has its own slots.
+      bucket_bytes: number of bytes up to which leaves share the room of a message, as in
+        ``top_k_reduce``. The same elements are sent, but fewer steps are dense because a single
+        leaf has too many elements. With ``None``, leaves do not share room.
       wire_dtype: see ``top_k_reduce``; a dense step sends f32.
       error_feedback: whether to keep the elements that were not sent.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
@@ -477,8 +480,8 @@ def threshold_reduce(
       A transformation with a ``CompressedState``. Cost: a sparse step sends the bytes of
       ``top_k_reduce(density=capacity)``, on a ring ``8 (n-1) capacity N``; a dense step sends the
       bytes of a mean, ``8 (n-1)/n N``. The agreement before the sending costs 4 bytes and one read
-      of the gradients. ``boostax.metrics`` has ``capacity``, the share of elements with slots at
-      the last step, 1.0 for a dense step.
+      of the gradients. ``boostax.metrics`` has ``capacity``: the share of elements for which the
+      messages of the last step had room, 1.0 for a dense step.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -496,8 +499,8 @@ def threshold_reduce(
 
     References:
       Strom, Scalable distributed DNN training using commodity GPU cloud computing, 2015. Apache
-      SINGA's ``backward_and_sparse_update(topK=False)``, which pads to the largest count of any
-      replica at each step, so its shapes are not static.
+      SINGA's ``backward_and_sparse_update(topK=False)``, which pads at each step to the largest
+      count of any replica, so shapes are not static.
     """
     who = "threshold_reduce"
     checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")
@@ -521,7 +524,7 @@ def _checked(who: str, codec: Largest, wire_dtype: DTypeLike | None) -> Largest:
 
 
 def _by_density(who: str, density: Density, codec: Largest) -> Codec:
-    """Return a codec that sends a share of the elements, or a share per stage of a warm-up."""
+    """Return a codec that sends a share of the elements, or a share for each stage of a warm-up."""
     if not isinstance(density, Mapping):
         _check_share(who, "density", density)
         return dataclasses.replace(codec, count=functools.partial(share, density))

@@ -22,12 +22,14 @@ def apply_gradients(
 
     A skipped step, or a micro-step inside an accumulation window, writes no params. With donated
     buffers, the compilers for CPU, TPU v5e and H100 do not copy the params. A gate inside an Optax
-    wrapper, such as ``optax.chain``, is not found; then ``update`` and ``apply_updates`` are called
-    one after the other.
+    wrapper, such as ``optax.chain``, is not found. In this case, ``update`` and ``apply_updates``
+    are called one after the other.
 
     Args:
-      tx: any Optax transformation; only gates of boostax that are outermost skip without writing.
-      grads: the gradients that ``tx`` needs: scaled if ``tx`` unscales, local if ``tx`` reduces.
+      tx: any Optax transformation. A skipped step writes no params only if the gate of boostax is
+        outermost.
+      grads: the gradients that ``tx`` needs: scaled if ``tx`` has a loss scaler, local to the
+        replica if ``tx`` has a reduction.
       opt_state: state of ``tx``.
       params: the params. A leaf without a gradient (``None``), such as a function in an Equinox
         module, is returned unchanged.

@@ -3,9 +3,9 @@
 
 A loss scale multiplies every cotangent by ``s``, and the gradients are divided by ``s``. The two
 factors cancel if each rule is homogeneous of degree 1 (``_core/degrees.py``). A rule that clips at
-a fixed bound, adds noise or divides by a norm is reported; a rule that quantises relative to the
-largest element of its cotangent has degree 1. A rule whose trace cannot be read, such as a rule
-with a kernel, is not reported.
+a fixed bound, adds noise or divides by a norm is reported. A rule that quantises relative to the
+largest element of its cotangent has degree 1, and is not reported. A rule whose trace cannot be
+read, such as a rule with a kernel, is not reported, either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def nonlinear(program: jaxprs.ClosedJaxpr, sure: bool) -> list[str]:
 
     Args:
       program: the trace of the loss.
-      sure: whether nothing in the loss is multiplied by the scale.
+      sure: whether it is certain that no input of the loss is multiplied by the scale.
     """
     rules: dict[tuple[str, int], bool] = {}
     for eqn, _ in interpret.equations(program.jaxpr):

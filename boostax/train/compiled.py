@@ -53,7 +53,7 @@ class TrainStep:
       mesh: device mesh, or ``None``.
       names: replica axes; empty without a mesh.
       microbatches: micro-batches per replica and call.
-      policy: precision policy, or ``None``; params are stored in its ``param_dtype``.
+      policy: precision policy, or ``None``; params are stored in the policy's ``param_dtype``.
       param_specs: see ``make_train_step``.
       freeze_driver: see ``make_train_step``.
       shard_optimizer: see ``make_train_step``.
@@ -101,11 +101,11 @@ class TrainStep:
         """Make the first state, placed on the mesh.
 
         Args:
-          params: the initial params. They are copied, so that donation never deletes the caller's
-            arrays. With ``jax.ShapeDtypeStruct``, the result is a state of types with shardings, to
-            lower the step for absent devices (``boostax.auditing.target_devices``).
-          key: PRNG key from which the loss receives ``key=``, a different key at each call,
-            micro-batch and replica.
+          params: the initial params. ``init`` copies the params, so that donation never deletes the
+            caller's arrays. With ``jax.ShapeDtypeStruct``, the result is a state of types with
+            shardings, to lower the step for absent devices (``boostax.auditing.target_devices``).
+          key: PRNG key, from which each call, micro-batch and replica derives a different key for
+            the loss, ``key=``.
           model_state: passed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.
 
         Returns:
@@ -152,11 +152,11 @@ class TrainStep:
         Args:
           state: the state from ``init`` or the last call; donated.
           batch: tree of arrays whose first dimension is the global batch; on a mesh of several
-            processes, the rows of this process (see ``rows``).
+            processes, only the rows of this process (see ``rows``).
           **kwargs: keyword arguments of the loss that are not split by rows, such as ``beta=0.1``.
             The values are arrays, numbers, or trees of arrays and numbers, equal in all processes.
-            Each micro-batch and replica receives the same values. The values are traced, a number
-            as an array of its default dtype, so a new value causes no recompilation.
+            Each micro-batch and replica receives the same values. A number is traced as an array of
+            its default dtype, so a new value causes no recompilation.
 
         Returns:
           The new state and a dict of scalars: ``loss`` (unscaled, the mean over all rows),
@@ -208,7 +208,7 @@ class TrainStep:
     def lower(
         self, state: TrainState, batch: PyTree, *, depth: int | None = None, **kwargs: PyTree
     ) -> jax.stages.Lowered:
-        """Lower the program, also from shapes, to read its text, memory and cost."""
+        """Lower the program, also from shapes, to read the program's text, memory and cost."""
         with mismatch.explaining(self._explain, state, batch):
             program, args = self.jitted(state, batch, depth=depth, **kwargs)
             return program.lower(*args)
@@ -254,7 +254,7 @@ class TrainStep:
         return None if schedule is None or isinstance(schedule.next_variant(), Tracer) else schedule
 
     def _of(self, state: TrainState) -> Programs:
-        """Return the programs for the structure of a state, and types and specs of its params."""
+        """Return the programs for a state's structure, and the types and specs of its params."""
         leaves = jax.tree.leaves(state.params)
         # Inside another program, params are traced. They may have a sharding in their type, but
         # have no attribute ``sharding``.
@@ -271,8 +271,8 @@ class TrainStep:
     def _coming(self, state: TrainState) -> int | None:
         """Return the depth of the next call without advancing the schedule.
 
-        The result is ``None`` if the program reads the depth from the state. The end of a schedule
-        does not raise here, because an open window may still have to be flushed.
+        The result is ``None`` if the program reads the depth from the state. After the end of a
+        schedule, this method does not raise, because a flush of an open window may follow.
         """
         if (schedule := self._schedule(state)) is None:
             return None
@@ -298,10 +298,10 @@ class TrainStep:
 
 
 class Programs:
-    """The programs of a step for one structure of a state, and the part that each program needs.
+    """The programs of a step for one structure of a state, and the leaves that each program needs.
 
-    Every argument array costs host time per call, even if unused, so moments of frozen params are
-    not passed.
+    Every argument array costs host time per call, even if the program does not use the array. So
+    moments of frozen params are not passed.
 
     Attributes:
       compiled: the jitted functions, by kind and depth.
@@ -345,7 +345,7 @@ class Programs:
         return self._parts[depth]
 
     def jitted(self, kind: Kind, depth: int | None) -> jax.stages.Wrapped:
-        """Return the step or the flush at a depth; ``None`` if the program reads the depth."""
+        """Return the step or the flush at a depth; for ``None``, the program reads the depth."""
         key = kind, depth
         if key not in self.compiled:
             shardings = self._shardings
@@ -446,7 +446,7 @@ def _mean_of_replicas(params: PerReplica) -> PyTree:
 
 
 def _strong(x: PyTree) -> PyTree:
-    """Return a call's argument in a strong dtype, so that numbers and arrays share one trace."""
+    """Return an argument in a strong dtype, so that numbers and arrays share one trace."""
     if isinstance(x, jax.Array):
         return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
     # Other values are returned unchanged, because JAX's error about a value that is not an array
@@ -455,7 +455,7 @@ def _strong(x: PyTree) -> PyTree:
 
 
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
-    """Return the named arguments of ``update`` and of its parts, and whether each is required.
+    """Return the named arguments of ``update`` and of its parts, with True for required arguments.
 
     The names are read from signatures and closures. Other arguments are not passed. If another
     argument is required, Optax raises.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-gathers of sharded params in a lower precision than the stored shards."""
+"""All-gathers of sharded params in a lower precision than that of the stored shards."""
 
 import functools
 import math
@@ -28,15 +28,15 @@ def gather_params(
 ) -> Callable[[types.Params], types.Params]:
     r"""All-gather sharded params (FSDP) in bf16 or int8, while the shards stay exact.
 
-    The loss and its gradient use :math:`Q(w)` and the optimizer updates :math:`w`, so rounding
-    errors do not accumulate. With ``"int8"`` each block of at least 128 elements of a shard has its
-    own scale, :math:`Q(w) = s\,\mathrm{round}(w / s)` with :math:`s = \max|w| / 127` over the
-    block, rounded to nearest; an element that is not finite makes its block NaN. Params that are
-    not sharded over the replica axes, and leaves that are not floating arrays, are returned
-    unchanged.
+    The loss and its gradient use rounded params, :math:`Q(w)`. The optimizer updates :math:`w`, so
+    rounding errors do not accumulate. With ``"int8"`` each block of at least 128 elements of a
+    shard has its own scale, :math:`Q(w) = s\,\mathrm{round}(w / s)` with :math:`s = \max|w| / 127`
+    over the block, rounded to nearest. If an element is not finite, the whole block becomes NaN.
+    Params that are not sharded over the replica axes, and leaves that are not floating arrays, are
+    returned unchanged.
 
-    Call ``gather_params`` in plain ``jit``, where params are global arrays. A step of
-    ``make_train_step(gather=)`` calls ``gather_params`` itself.
+    Call ``gather_params`` in plain ``jit``, where params are global arrays. With
+    ``make_train_step(gather=)``, the step gathers the params; do not call ``gather_params``.
 
     Args:
       params: as in ``on_mesh``; only the mesh and the shardings are read.
@@ -46,9 +46,9 @@ def gather_params(
 
     Returns:
       A function from params to params that are replicated over the replica axes, for
-      ``boostax.value_and_grad(mesh=)``. Cost: a copy of the gathered params, and one all-gather
-      per sharded leaf. An all-gather sends 2 bytes per element in bf16, and in int8 1 byte per
-      element and an f32 per block.
+      ``boostax.value_and_grad(mesh=)``. Cost: a copy of the gathered params, and one all-gather per
+      sharded leaf. An all-gather sends 2 bytes per element in bf16. In int8, it sends 1 byte per
+      element and one f32 per block.
 
     Raises:
       ValueError, TypeError: an argument is out of range, or no param is sharded over the replica
@@ -75,7 +75,7 @@ def gather_params(
 def gathering(
     who: str, dtype: Gather, place: Placement, exact: Collection[str] = ()
 ) -> Callable[[PyTree], PyTree]:
-    """Return ``gather_params`` for a known placement; leaves named in ``exact`` stay exact."""
+    """Return ``gather_params`` for a known placement; leaves with names in ``exact`` stay exact."""
     checks.choice(who, "wire_dtype", dtype, Gather, "Full precision needs no gather_params.")
     sharded = {k: spec for k, spec in place.specs.items() if spec != without(spec, place.names)}
     allowed = f"sharded over {', '.join(place.names)} to be gathered as {dtype}"
@@ -102,10 +102,10 @@ def gathering(
 def rounded(
     x: jax.Array, shards: Sequence[int], dtype: Gather, send: Callable[..., PyTree] = lambda x: x
 ) -> jax.Array:
-    """Return an array as replicas receive it from ``shards`` shards along each dimension.
+    """Return ``x`` as replicas receive it, if each dimension is split into ``shards`` shards.
 
-    ``send`` sends one array and returns the received array: ``x`` in bf16, or codes or scales of
-    shape ``[*shards, ...]``.
+    ``send`` sends an array and returns the received array. It is called with ``x`` in bf16, or with
+    codes and with scales of shape ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
         # XLA may remove a pair of conversions and gather in the wide dtype, but XLA does not remove

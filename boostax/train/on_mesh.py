@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer on global arrays, with params in any placement and gradients local to replicas."""
+"""An optimizer on global arrays: params have any placement, and gradients are local to replicas."""
 
 from __future__ import annotations
 
@@ -42,22 +42,21 @@ def on_mesh(
     Use ``on_mesh`` in your own loop if params are global arrays: replicated, or sharded over the
     axis of the batch (FSDP), another axis (HSDP), a model axis (tensor parallel), or several axes.
     ``boostax.value_and_grad(mesh=, axis_name=)`` returns gradients that are local to each replica,
-    a ``PerReplica`` of stacked arrays. The parts of ``tx`` need no ``axis_name``: reductions, and
-    gates around reductions, use the ``axis_name`` of ``on_mesh``. Before the reduction, every
-    replica has different gradients. After the reduction, gradients, params and state are ordinary
-    global arrays, so any optimizer is correct for any sharding. Reductions other than the mean
-    receive the shards of each device.
+    a ``PerReplica`` of stacked arrays. The parts of ``tx`` need no ``axis_name``, because
+    reductions, and gates around reductions, use the ``axis_name`` of ``on_mesh``. Before the
+    reduction, every replica has different gradients. After the reduction, gradients, params and
+    state are ordinary global arrays, so any optimizer is correct for any sharding. Reductions other
+    than the mean receive the shards of each device.
 
     Args:
       tx: the optimizer, with a reduction first in the innermost chain.
-      params: arrays, or ``jax.ShapeDtypeStruct`` with shardings, on one mesh by ``NamedSharding``.
-        Only the mesh and the shardings are read. A leaf that is not an array has no state and no
-        update.
+      params: arrays, or ``jax.ShapeDtypeStruct``, with a ``NamedSharding`` on one mesh. Only the
+        mesh and the shardings are read. A leaf that is not an array has no state and no update.
       axis_name: the replica axis, or axes, over which the batch is split; by default the only axis
         of the mesh.
-      shard_optimizer: shard over the replicas all optimizer state that is equal on all replicas
-        (ZeRO). Each leaf is sharded along its first unsharded dimension that the number of replicas
-        divides.
+      shard_optimizer: whether to shard over the replicas all optimizer state that is equal on all
+        replicas (ZeRO). Each leaf is sharded along its first unsharded dimension that the number of
+        replicas divides.
       layers: options for stacked layers that the loss scans with ``boostax.train.scan_layers``; see
         ``boostax.train.Layers``. Pass the resulting optimizer to
         ``boostax.value_and_grad(layers=)``.
@@ -65,10 +64,11 @@ def on_mesh(
     Returns:
       A gate, used like the other gates of boostax. ``init`` makes a placed state: an array shaped
       like a param is sharded like the param, and per-replica state has a leading dimension of
-      replicas. ``update`` accepts ``PerReplica`` gradients or the stacked arrays inside. On an
-      Explicit mesh, ``update`` also accepts gradients of the mean loss that are unreduced over the
-      replica axes. Cost: as ``tx``. With ``shard_optimizer``, state and arithmetic are ``1/n``, and
-      changed params are all-gathered.
+      replicas. ``update`` accepts ``PerReplica`` gradients, or the stacked arrays that a
+      ``PerReplica`` contains. On an Explicit mesh, ``update`` also accepts gradients of the mean
+      loss whose type is unreduced over the replica axes. Cost: as ``tx``. With ``shard_optimizer``,
+      each device has ``1/n`` of the state and of the arithmetic, and changed params are
+      all-gathered.
 
     Raises:
       ValueError, TypeError: the params are not on one mesh, or an axis is not in the mesh; at trace
@@ -117,7 +117,8 @@ class MeshUpdate(GatedUpdate):
     """The ``update`` of an optimizer on a mesh with ``layers=``.
 
     Attributes:
-      around: makes the gradient function of a step from the loss's gradient function and policy.
+      around: makes the gradient function of a step, from the gradient function of the loss and a
+        policy.
     """
 
     around: Callable[[Oracle, Policy | None], Oracle]
@@ -199,7 +200,7 @@ def placed_on(
 def specs_of(
     place: Placement, shard_optimizer: bool, params: PyTree, state: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Return the specs of stacked params and of an optimizer state, or of their types."""
+    """Return the specs of stacked params and of an optimizer state; both may be types."""
     owners: dict[tuple[PyTree, ...], tuple[tuple[int, ...], PartitionSpec]] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(local_types(params)):
         spec = place.spec(path)
@@ -236,10 +237,10 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
 
 
 def _stacked(grads: PyTree, place: Placement) -> PerReplica:
-    """Return stacked gradients, and stack gradients that are typed as unreduced.
+    """Return stacked gradients; stack gradients whose type is unreduced.
 
-    Of an unreduced gradient, each device has one term of the sum over ``n`` replicas. The term is
-    ``1/n`` of the gradient of the replica's mean loss.
+    An unreduced gradient is a sum over ``n`` replicas, of which each device has one term: ``1/n``
+    of the gradient of the mean loss of its replica.
     """
 
     def stacked(x: jax.Array) -> jax.Array:

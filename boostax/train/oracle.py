@@ -90,58 +90,62 @@ def value_and_grad(
     averages or sums over the replicas (``lax.pmean`` of batch statistics, or of the whole loss). If
     the loss returns ``Aux(weight=...)``, replica :math:`r`'s gradient is multiplied by
     :math:`n\,w_r / \sum w`, so that the mean over replicas is the mean over all tokens. Gradients
-    of leaves that ``boostax.carry`` names are returned unscaled and unaveraged, and combined over
-    micro-batches by the rules of ``carry``.
+    of the leaves that ``boostax.carry`` overwrites are not scaled or averaged; they are combined
+    over micro-batches by the rules of ``carry``.
 
-    A loss of several terms, each term a mean with a count (of tokens, of rows), returns ``{"ce":
-    (sum, count), "z": (0.1 * sum, count)}`` instead of a scalar. The loss is then :math:`\sum_t S_t
-    / N_t` with sums and counts of the whole batch, for any division into micro-batches and
-    replicas. A term with count 0 is 0. Sums and counts may be arrays, which are summed in f32 or
-    wider. Counts are not differentiated, and are summed before the single backward pass. For a
-    window over several calls, name the terms in ``boostax.accumulate(normalize=)``.
+    If a loss has several terms, each a mean over its own number of tokens or rows, return
+    ``{"ce": (sum, count), "z": (0.1 * sum, count)}`` instead of a scalar. The loss is then
+    :math:`\sum_t S_t / N_t` with sums and counts of the whole batch, however the batch is divided
+    into micro-batches and replicas. A term with count 0 is 0. Sums and counts may be arrays, which
+    are summed in f32 or wider. Counts are not differentiated, and are summed before the single
+    backward pass. For a window over several calls, name the terms in
+    ``boostax.accumulate(normalize=)``.
 
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
-    ``mesh``, call the result in plain ``jit`` on global arrays. The loss is then mapped over the
-    replica axes only, with ``check_vma=False``, so any loss works. XLA partitions over the other
-    axes, which an Explicit mesh leaves to the loss. Gradients are a ``PerReplica`` of stacked
-    arrays, for ``boostax.on_mesh``. Only the loss and ``Aux`` are reduced.
+    ``mesh``, call the result in plain ``jit`` on global arrays. The loss is then mapped over only
+    the replica axes, with ``check_vma=False``, so any loss works. Over all other axes, XLA
+    partitions the loss; on an Explicit mesh, the shardings of the arrays in the loss decide.
+    Gradients are a ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Of the results, only
+    the loss and ``Aux`` are reduced over the replicas.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if these are given,
-        and with ``scales=`` if the state has a loss scale per group (see ``scale_boundary``). It
-        returns a scalar loss or a dict of terms, or ``(loss, aux)`` with ``has_aux``; see ``Aux``.
+        and with ``scales=`` if the state has a loss scale per group (see ``scale_boundary``).
+        ``loss_fn`` returns a scalar loss or a dict of terms, or ``(loss, aux)`` with ``has_aux``;
+        see ``Aux``.
       axis_name: replica axis (or axes) of the surrounding ``shard_map`` or ``pmap``, or of
         ``mesh``; by default the only axis of ``mesh``.
       mesh: for plain ``jit``, the mesh with the replica axes.
       policy: precision policy for ``loss_fn``; see ``boostax.policy``.
       microbatches: number of micro-batches to scan over; see ``boostax.train.microbatch``.
-        ``"stacked"`` is for a batch ``[k, rows, ...]`` as for ``lax.scan``, whose rows are split
-        over the replicas.
+        Use ``"stacked"`` for a batch ``[k, rows, ...]``, as for ``lax.scan``; the dimension of rows
+        is split over the replicas.
       has_aux: as in ``jax.value_and_grad``. A ``boostax.Aux`` is combined over micro-batches and
-        replicas. Any other aux is returned unchanged: stacked over micro-batches on a leading
-        dimension ``[microbatches]``; local to the replica inside ``shard_map`` or ``pmap``; with
-        ``mesh`` a ``PerReplica`` of stacked arrays, like the gradients.
+        replicas. An aux of another class is not combined. With micro-batches, it has a leading
+        dimension ``[microbatches]``. Inside ``shard_map`` or ``pmap``, it is local to the replica.
+        With ``mesh``, it is a ``PerReplica`` of stacked arrays, like the gradients.
       dtype: dtype of the gradient sum over micro-batches.
       layers: the optimizer from ``boostax.on_mesh(layers=)``, if the loss uses ``scan_layers``.
 
     Returns:
       ``fn(params, opt_state, batch, *, active=True, key=None, model_state=None)`` that returns
       ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``. ``active`` is a tree of bools
-      like the params, or a prefix of one: an inactive leaf is not differentiated, and its gradient
-      is an ``optax.MaskedNode``. ``active`` may also be ``tx.choice(params, opt_state)`` of a
-      ``scheduled_freeze``, which is evaluated in the program. A leaf that is not an array is passed
-      to the loss unchanged, and its gradient is ``None``: a function in an Equinox module, a bool,
-      or among traced arrays a Python number. Cost: with ``axis_name`` one scalar all-reduce for
-      the loss, one all-reduce per leaf of ``Aux`` and three per term; see
-      ``boostax.train.microbatch``. Counts of terms cost only the computation of the counts, such as
-      a mask, not the model. ``fn.loss_at(batch, *, key=None, model_state=None)`` returns the loss
-      as a function of only the params, for line searches.
+      like the params, or a prefix of such a tree. A leaf with False is not differentiated, and its
+      gradient is an ``optax.MaskedNode``. ``active`` may also be ``tx.choice(params, opt_state)``
+      of a ``scheduled_freeze``, for which the program reads the depth from the state. If a leaf is
+      not an array, such as a function in an Equinox module, a bool, or among traced arrays a Python
+      number, the loss receives the leaf unchanged, and the gradient is ``None``. Cost: with
+      ``axis_name``, one scalar all-reduce for the loss, one all-reduce for each leaf of ``Aux``,
+      and three for each term; with micro-batches, see ``boostax.train.microbatch``. The counts of
+      terms need an additional pass over the batch, which computes only what the counts need, such
+      as a mask, and not the model. ``fn.loss_at(batch, *, key=None, model_state=None)`` returns the
+      loss as a function of only the params, for line searches.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, a loss that is not a floating
         scalar, a batch that does not divide, an unbound axis, a window that does not name the
         loss's terms, a weight together with terms, a weight for a loss whose gradient crosses
-        replicas, or with ``mesh`` a loss that itself differentiates a sum over the replicas.
+        replicas, or with ``mesh`` a loss that calls ``jax.grad`` of a sum over the replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -174,11 +178,11 @@ def value_and_grad(
 
 
 class Gradients(NamedTuple):
-    """The gradients of a step, of which some are already averaged or already applied.
+    """The gradients of a step; some may already be averaged, and some already applied.
 
     Attributes:
-      local: gradients of each replica; a ``PerReplica`` in plain ``jit``. A leaf that another field
-        contains is an ``optax.MaskedNode``.
+      local: gradients of each replica; a ``PerReplica`` in plain ``jit``. Leaves in ``averaged`` or
+        ``applied`` are ``optax.MaskedNode`` here.
       averaged: gradients that are averaged over the replicas, a tree like the params; or ``()``.
       applied: new params and optimizer state that the backward pass computed; or ``()``.
     """
@@ -188,7 +192,7 @@ class Gradients(NamedTuple):
     applied: PyTree = ()
 
     def unwrapped(self) -> PyTree:
-        """Return one replica's gradients without a ``PerReplica``, and ``applied``."""
+        """Return one replica's gradients, without a ``PerReplica`` around; keep ``applied``."""
         local = self.local.local if is_per_replica(self.local) else self.local
         if self.averaged:
             local = jax.tree.map(
@@ -208,10 +212,10 @@ class Oracle(Generic[Value, Params, Grads]):
       count: micro-batches of a call.
       has_aux: see ``value_and_grad``.
       dtype: dtype of the gradient sum over micro-batches.
-      mesh: the mesh over whose replica axes the loss is mapped, on global arrays; ``None`` inside a
-        mapped function, or on one device.
-      watch: called in each trace with the nonlinear backward rules of the loss; ``None`` without a
-        loss scale.
+      mesh: for global arrays, the mesh over whose replica axes the loss is mapped; ``None`` inside
+        a mapped function, or on one device.
+      watch: a function that each trace calls with the nonlinear backward rules of the loss;
+        ``None`` without a loss scale.
     """
 
     loss_fn: Callable[..., PyTree]
@@ -236,20 +240,20 @@ class Oracle(Generic[Value, Params, Grads]):
         return self.mesh is not None
 
     def placed(self, types: PyTree, place: placement.Placement | None, wire: str | None) -> Oracle:
-        """Return the function for params of these types and placement, gathered in ``wire``."""
+        """Return this function for placed params of these types, which are sent in ``wire``."""
         return self
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
-        """Return the names of the params that this function gathers itself."""
+        """Return the names of the params that the gradient function gathers."""
         return ()
 
     def check(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
-        """Refuse a loss by its program, which is a function of the leaves of ``trained``."""
+        """Refuse a loss if its program, a function of the leaves of ``trained``, shows an error."""
         refusals.require_no_inner_sums(program, self.names)
 
     @property
     def replicas(self) -> int:
-        """Return the number of replicas, in a function in which the replica axes are bound."""
+        """Return the number of replicas; the replica axes must be bound."""
         return axes.size(self.names) if self.names else 1
 
     @checks.arguments
@@ -402,10 +406,11 @@ class Oracle(Generic[Value, Params, Grads]):
     def _sliced(
         self, fn: Any, params: Any, batch: Any, kwargs: Any, *args: Any, more: Any = (), **how: Any
     ) -> tuple[PyTree, tuple[str, ...]]:
-        """Return ``fn(params, rows, counts, *args, **kwargs)`` of all micro-batches, and terms.
+        """Return the combined results of ``fn`` for all micro-batches, and the names of the terms.
 
-        ``counts`` are the mean counts of the loss's terms per micro-batch, or ``None``. ``more``
-        are keywords for only ``fn``, and ``how`` are options of ``microbatch``.
+        ``fn(params, rows, counts, *args, **kwargs)`` is called for each micro-batch. ``counts`` are
+        the mean counts of the loss's terms per micro-batch, or ``None``. ``more`` are keywords that
+        only ``fn`` receives, and ``how`` are options of ``microbatch``.
         """
         params = axes.to_varying(params, self.names)
         evaluate = microbatch.microbatch(fn, self.count, has_aux=True, **how)
@@ -433,7 +438,7 @@ class Oracle(Generic[Value, Params, Grads]):
     def _loss_and_aux(
         self, trained: PyTree, params: PyTree, batch: PyTree, kwargs: Kwargs, scale: PyTree = None
     ) -> tuple[PyTree, PyTree]:
-        """Return the result of the loss from the trained params and all params."""
+        """Return loss and aux; ``trained`` has the trained params, and ``params`` all params."""
 
         def of_trained(trained: PyTree) -> tuple[PyTree, PyTree]:
             refusals.require_signature(self.loss_fn, kwargs)
@@ -519,7 +524,7 @@ Around = Callable[[Oracle, Policy | None], Oracle]
 
 
 class Backward(abc.ABC):
-    """Work in the backward pass, for ``layers=``; the base of ``boostax.train.Layers``."""
+    """The base of ``boostax.train.Layers``, whose optimizer works in the backward pass."""
 
     @abc.abstractmethod
     def planned(
@@ -531,7 +536,7 @@ class Backward(abc.ABC):
 def planned(
     tx: optax.GradientTransformation, layers: Backward | str, shard_optimizer: bool
 ) -> tuple[optax.GradientTransformation, Around]:
-    """Return ``layers.planned(...)``; a string is the path of stacked layers."""
+    """Return ``layers.planned(...)``; a string means ``Layers`` with this path."""
     if isinstance(layers, str):
         # This module is loaded before the package has all its names.
         from boostax.train import Layers
@@ -570,7 +575,7 @@ def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[Py
 def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return ``fn`` in a form that a line search may call inside the mapped region.
 
-    ``fn`` itself runs outside of that region. The params must be equal on all replicas.
+    The call of ``fn`` runs outside of the mapped region. The params must be equal on all replicas.
     """
     called = custom_vmap(fn)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse arguments of the gradient function, and losses whose gradients would be wrong.
 
-An argument is refused before the loss is traced. A loss is refused by its traced program, if the
-program shows that a gradient would be wrong.
+An argument is refused before the loss is traced. A loss is refused if its traced program shows that
+a gradient would be wrong.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def require_signature(loss_fn: Callable[..., PyTree], kwargs: dict[str, PyTree])
 
 
 def active_leaves(active: PyTree, params: PyTree) -> PyTree:
-    """Return a bool for each leaf of the params, from a tree of bools or a prefix of one."""
+    """Return a bool for each leaf of the params; ``active`` may be a prefix of such a tree."""
     entries = jax.tree.leaves(active)
     is_valid = bool(entries) and all(isinstance(x, (bool, np.bool_)) for x in entries)
     hint = "Use tx.active(params, depth) of a scheduled_freeze."
@@ -66,7 +66,7 @@ def active_leaves(active: PyTree, params: PyTree) -> PyTree:
 
 
 def require_trainable(trained: PyTree) -> None:
-    """Refuse trained leaves without a gradient: integers, bools, PRNG keys."""
+    """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
     require_dense(trained, _WHO, "params")
     allowed = "floating or complex arrays where they are trained"
     hint = "Separate the leaf (model_state, equinox.partition, nnx.split), or set active= to False."
@@ -91,7 +91,7 @@ def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
 
 
 def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -> None:
-    """Refuse a loss that itself differentiates a sum over the replicas, for an untyped map."""
+    """Refuse a loss with ``jax.grad`` of a sum over the replicas, if ``check_vma=False``."""
     # With ``check_vma=False``, JAX sums the cotangents of a sum over the replicas. The sum is
     # correct for a gradient that is computed outside of the mapped function and averaged over the
     # replicas. The sum is wrong for a gradient of one replica that is computed inside.
@@ -113,7 +113,7 @@ def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -
 
 
 def require_uncrossed(fn: Callable[..., PyTree], trained: PyTree, names: tuple[str, ...]) -> None:
-    """Refuse weights of replicas for a loss whose gradient crosses replicas.
+    """Refuse ``Aux.weight`` for a loss whose gradients pass from replica to replica.
 
     A part of such a gradient belongs to another replica's loss, which has another weight.
     """
@@ -139,7 +139,7 @@ def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """Return the axes over which a tangent program communicates values that depend on its inputs.
 
     The constants of a tangent program are values of the forward pass, or values that a checkpoint
-    recomputes. Gradients are communicated over the returned axes.
+    recomputes. So over the returned axes, gradients are communicated.
     """
     names: set[str] = set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a saved state for another number of replicas, and reshard it."""
+"""Read a state that was saved for another number of replicas, and reshard this state."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,8 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, PyTree]]) -> PyTre
 
     Args:
       target: arrays, or their types with shardings.
-      saved: the ``shape`` of each leaf, by the name of the leaf's path. A missing leaf has the
-        shape in ``target``.
+      saved: a dict from the name of each leaf's path to a dict with its ``shape``. A leaf that is
+        missing here has its shape in ``target``.
 
     Returns:
       A tree of ``jax.ShapeDtypeStruct``.
@@ -37,9 +37,9 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, PyTree]]) -> PyTre
 
 
 def typed(leaf: PyTree, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return a leaf's type with another shape and the leaf's sharding, or else the first device.
+    """Return a leaf's type with another shape; a leaf without a sharding is on the first device.
 
-    If the number of replicas is not a multiple of the devices, every device reads all replicas.
+    If the devices do not divide the number of replicas, every device reads all replicas.
     """
     sharding: PyTree = getattr(leaf, "sharding", None)
     sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])
@@ -51,7 +51,7 @@ def typed(leaf: PyTree, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 def resharded(state: PyTree, target: PyTree) -> PyTree:
-    """Reshard ``state`` by ``reshard_state`` to the replicas and shardings of ``target``."""
+    """Reshard ``state`` like ``reshard_state``, to the replicas and shardings of ``target``."""
     summed = [x for y in trees.telling(state, protocols.HasSummedParts) for x in y.summed_parts()]
     items = distributed_items(state)
 

@@ -31,12 +31,13 @@ class TrainState(NamedTuple, Generic[types.Params]):
     For a type checker, the state is a ``TrainState[Params]`` before and after each step.
 
     Attributes:
-      step: i32 scalar, calls so far (micro-steps, with ``accumulate``).
+      step: i32 scalar, number of calls so far; with ``accumulate``, each micro-step is a call.
       params: the params.
       opt_state: state of the transformation; its ``PerReplica`` parts have a leading dimension of
         replicas.
       model_state: state of the model, which the loss returns in ``Aux.model_state``; or ``None``.
-      key: constant PRNG key, into which each call folds ``step`` and the replica; or ``None``.
+      key: constant PRNG key, or ``None``; each call derives its keys by folding in ``step`` and the
+        replica.
     """
 
     step: jax.Array  # [] int32
@@ -51,14 +52,14 @@ class Placing:
     """The mesh of a step, and the shardings of states and batches.
 
     Attributes:
-      mesh: mesh of one process or of several.
+      mesh: mesh over devices of one process or of several processes.
       names: replica axes.
       microbatches: micro-batches per replica and call.
       param_specs: see ``make_train_step``.
       shard_optimizer: see ``make_train_step``.
       replicas: number of replicas.
       rows_sharding: sharding of a batch.
-      spans_processes: whether devices of other processes belong to the mesh.
+      spans_processes: whether the mesh has devices of several processes.
     """
 
     mesh: Mesh
@@ -71,7 +72,7 @@ class Placing:
     spans_processes: bool
 
     def state(self, state: TrainState) -> TrainState:
-        """Place the state of one replica on all replicas; to types, add shardings."""
+        """Place the state of one replica on all replicas; if it has types, add shardings."""
         specs = self.of_params(state.params)
         got = len(jax.tree.leaves(specs))
         count = len(jax.tree.leaves(state.params))
@@ -120,7 +121,7 @@ class Placing:
         return jax.tree_util.tree_map_with_path(spec_of, params.local if is_stacked else params)
 
     def _require_shardable(self, name: str, x: PyTree, spec: PartitionSpec) -> None:
-        """Refuse a spec that is invalid for a param, because JAX's errors do not name the param."""
+        """Refuse a spec that is invalid for a param, with an error that names the param."""
         try:
             NamedSharding(self.mesh, spec).shard_shape(x.shape)
         except Exception as error:
@@ -137,13 +138,13 @@ class Placing:
         return Placement(self.mesh, self.names, by_path)
 
     def own_rows(self, size: int) -> np.ndarray:
-        """Return the rows of a batch of ``size`` on this process's devices, ascending."""
+        """Return the indices of a batch's ``size`` rows on this process's devices, ascending."""
         indices = self.rows_sharding.addressable_devices_indices_map((size,)).values()
         rows = [np.arange(size)[index] for index in indices if index is not None]
         return np.unique(np.concatenate(rows))
 
     def batch(self, batch: PyTree) -> PyTree:
-        """Place a batch, or this process's rows of a batch; to types, add shardings."""
+        """Place a batch, or this process's rows of a batch; if these are types, add shardings."""
         rows = self.rows_sharding
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         for path, leaf in leaves:
@@ -167,7 +168,7 @@ class Placing:
         return jax.device_put(batch, rows)
 
     def common(self, kwargs: PyTree, batch: PyTree) -> PyTree:
-        """Replicate arrays that are not split over replicas; to types, add shardings."""
+        """Replicate arrays that are not split over replicas; if these are types, add shardings."""
         sharding = NamedSharding(self.mesh, PartitionSpec())
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((kwargs, batch))):
             kwargs = jax.eval_shape(lambda x: x, kwargs)
@@ -186,21 +187,21 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     """Return the named scalars of every boostax state in an optimizer state, in one dictionary.
 
     Args:
-      opt_state: any tree. A node contributes by a method ``metrics()`` that returns a dict.
+      opt_state: any tree. A node with a method ``metrics()`` that returns a dict adds its scalars.
 
     Returns:
-      The scalars by name. If several parts report the same name, ``_1``, ``_2`` are added to the
-      second and later names in the order of the chain. Cost: an addition for each gate. With gates,
-      the dictionary contains
+      The scalars by name. If several parts report the same name, ``_1`` is added to the second name
+      in the order of the chain, ``_2`` to the third, and so on. Cost: an addition for each gate.
+      With gates, the dictionary contains
 
-      * ``applied``: bool, whether the last call was applied: every gate passed the call, and the
-        call closed the window, if there is a window; False before the first call.
-      * ``skipped``: i32, the calls since the start that a gate skipped. Each call is either
-        applied, skipped, or added to a window that is still open. A call that closes a window
-        without applying the window is one skipped call. Gates in different branches of
+      * ``applied``: bool, whether the last call was applied: no gate skipped the call, and the call
+        closed the window, if there is a window. False before the first call.
+      * ``skipped``: i32, the number of calls that a gate skipped, since the start. Each call is
+        either applied, skipped, or added to a window that is still open. A call that closes a
+        window without applying the window is one skipped call. Gates in different branches of
         ``optax.partition`` count the same call separately.
       * with several gates also ``loss_scale_applied`` and ``loss_scale_skipped`` for a
-        ``LossScaleState``, and so on for each gate. ``..._applied`` describes the last call that
+        ``LossScaleState``, and so on for each gate. ``..._applied`` is about the last call that
         reached the gate. ``accumulate_skipped`` includes windows that a gate inside skipped.
 
     Example:

@@ -42,18 +42,19 @@ def make_train_step(
 
     A step is ``boostax.value_and_grad`` followed by ``boostax.apply_gradients``, with the batch
     split over ``axis_name``. Put a reduction, ``all_reduce()`` or ``adasum()``, first in the
-    innermost chain. The reduction runs over the step's axis, unless the reduction names another
-    axis, and gates around the reduction agree over the same axis.
+    innermost chain. The reduction, and the common decision of gates around the reduction, use the
+    step's axis, unless the reduction names another axis.
 
-    Params are placed by ``param_specs``, or keep their placement: replicated, or sharded over any
-    axes of the mesh, including the batch's axis (FSDP, HSDP, tensor parallel). On a mesh, the step
-    is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh`` in one ``jit``: ``loss_fn``
-    receives the rows of one replica, and params that are gathered over the replica axes.
+    Params are placed by ``param_specs``, or keep their placement. They may be replicated, or
+    sharded over any axes of the mesh, including the axis of the batch (FSDP, HSDP, tensor
+    parallel). On a mesh, the step is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh`` in
+    one ``jit``: ``loss_fn`` receives the rows of one replica, and params that are gathered over the
+    replica axes.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if the state has a key
-        and a model state, and with the keywords of a call, ``step(state, batch, beta=0.1)``, which
-        are not split.
+        and a model state. ``loss_fn`` also receives the keywords of a call,
+        ``step(state, batch, beta=0.1)``, which are not split over the replicas.
       tx: the optimizer.
       mesh: device mesh; ``None`` for one device.
       axis_name: the axis, or axes, of the mesh over which the batch is split; by default the mesh's
@@ -61,24 +62,24 @@ def make_train_step(
       policy: precision policy for ``loss_fn``; its ``param_dtype`` is the dtype of the stored
         params.
       microbatches: micro-batches per replica and call; see ``boostax.train.microbatch``.
-      has_aux: whether ``loss_fn`` returns ``(loss, aux)``, with a ``boostax.Aux`` or a tree of
-        scalars that the step reports like ``Aux.metrics``. Each term of a loss of terms is then
-        reported, too.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``. The aux is a ``boostax.Aux``, or a tree
+        of scalars, which the step reports like ``Aux.metrics``. If the loss has several terms, the
+        step reports each term, too.
       dtype: dtype of the gradient sum over micro-batches.
       param_specs: the shardings of the params, a tree with a ``PartitionSpec`` for each param.
         ``None`` keeps the placement of the params in ``step.init``.
-      freeze_driver: with ``scheduled_freeze``, ``"host"`` compiles a step for each depth when the
-        depth first occurs, and chooses on the host; ``"switch"`` compiles one program for all
-        depths, which also runs inside ``jax.jit`` or ``jax.lax.scan``. That program has a copy of
-        the optimizer's code for each depth, and a step runs one copy. At 2, 4 and 10 depths, the
-        program compiles 1.5, 2.5 and 5.5 times the optimizer's operations. The program also needs
-        one more temporary copy of the params on CPU and H100, and two more copies on TPU v5e.
-      shard_optimizer: shard the optimizer's state over the replicas (ZeRO, stage 1), each leaf
-        along its first unsharded dimension that the number of replicas divides. Any optimizer
-        works, because the optimizer receives global arrays.
-      gather: ``"bfloat16"`` or ``"int8"``, the format in which params that are sharded over
-        ``axis_name`` are all-gathered, while the shards stay exact; see
-        ``boostax.train.gather_params``.
+      freeze_driver: how a step with ``scheduled_freeze`` is compiled. ``"host"`` compiles a program
+        for each depth when the depth first occurs, and the host chooses the program. ``"switch"``
+        compiles one program for all depths, which also runs inside ``jax.jit`` or ``jax.lax.scan``.
+        The program of ``"switch"`` has a copy of the optimizer's code for each depth, and a step
+        runs one copy. At 2, 4 and 10 depths, the program has 1.5, 2.5 and 5.5 times the optimizer's
+        operations. The program also needs one more temporary copy of the params on CPU and H100,
+        and two more copies on TPU v5e.
+      shard_optimizer: whether to shard the optimizer's state over the replicas (ZeRO, stage 1).
+        Each leaf is sharded along its first unsharded dimension that the number of replicas
+        divides. Any optimizer can be sharded, because the optimizer receives global arrays.
+      gather: ``"bfloat16"`` or ``"int8"``: the format in which params that are sharded over
+        ``axis_name`` are all-gathered. The shards stay exact; see ``boostax.train.gather_params``.
       layers: options for stacked layers that ``loss_fn`` scans with ``boostax.train.scan_layers``;
         see ``boostax.train.Layers``.
 
@@ -91,8 +92,8 @@ def make_train_step(
     Raises:
       ValueError, TypeError: an argument out of range, or an axis that is not in the mesh; a chain
         that is wrong in every run, such as a chain without a reduction over an axis (see
-        ``boostax.explain``, whose other findings become warnings). At trace time, an array in an
-        aux that is not a ``boostax.Aux``.
+        ``boostax.explain``, whose other findings become warnings). At trace time, an array with
+        dimensions in an aux that is not a ``boostax.Aux``.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
