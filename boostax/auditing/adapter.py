@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import what the audit needs from boostax: errors, steps, states and params.
 
-The other modules of this package import nothing else from boostax, so they read any program.
+The other modules of this package import only one another and this module from boostax, so they can
+read any program.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ WHO = "audit"
 
 
 def window(args: tuple[PyTree, ...]) -> str:
-    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, if there is one."""
+    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, or an empty string."""
     states = (AccumulateState, optax.MultiStepsState)
     # The state of ``accumulate(every=1)`` has no window, but may be around one.
     leaves = jax.tree_util.tree_leaves_with_path(

@@ -45,9 +45,9 @@ class CompiledCollective:
     Attributes:
       kind: ``all-reduce``, ``reduce-scatter`` (on a TPU also an all-reduce and a slice in one
         fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
-      does: the kind, except for the permutes by which a TPU's compiler gathers weights or scatters
-        gradients in a windowed matrix product; the permutes have the kind of the collective that
-        they form.
+      does: the kind, except for some permutes: a TPU's compiler gathers weights or scatters
+        gradients in a windowed matrix product with permutes. Such a permute has the kind of the
+        collective that the permutes form together.
       dtypes: dtypes of the elements in the compiled program; for elements packed in u32, the
         unpacked dtype.
       elements: elements per execution and device: of the operands, or of the result of an
@@ -62,10 +62,11 @@ class CompiledCollective:
       devices: devices in a group.
       axes: the mesh axes that the collective runs over; empty if unknown.
       crosses: ``"slice"`` or ``"host"`` if a group spans several slices or hosts, else ``""``.
-      branches: the branches around the collective, outermost first; empty if every call runs it.
+      branches: the branches around the collective, outermost first; empty if every call runs the
+        collective.
       loops: the loops around the collective.
-      widened: whether the compiler widened the dtype of the JAX program.
-      overlapped: whether computation is scheduled between the start and the end.
+      widened: whether the compiler widened the dtype that the collective has in the JAX program.
+      overlapped: whether computation is scheduled between the collective's start and end.
       source: ``file:line``, if the compiler kept the source location.
       name: the name of JAX's operation: ``jit(step)/shard_map/psum``.
     """
@@ -91,7 +92,7 @@ class CompiledCollective:
 
     @property
     def wire_bytes(self) -> float:
-        """Return the bytes that each device sends per call, by the formula of a ring."""
+        """Return the bytes that each device sends per call, by the formula of a ring algorithm."""
         return repeated(self.bytes * RING[self.kind](self.devices), self.executions)
 
 
@@ -131,7 +132,7 @@ def compiled_collectives(
 
 
 def _widened(program: Program, site: Site) -> bool:
-    """Return whether the compiler widened the operand, by a conversion without a name of JAX."""
+    """Return whether the operand is a widening conversion without ``op_name``, by the compiler."""
     body = program.computations[site.computation]
     i = body[site.instruction.operands[0]]
     if i.op == "fusion":
@@ -195,12 +196,12 @@ def _collective(
 def _with_uses(
     program: Program, site: Site, c: CompiledCollective, sizes: Collection[int], across: bool
 ) -> CompiledCollective:
-    """Determine the uses of a reduction's elements, and a missing source line from its gradients.
+    """Determine the uses of a reduction's elements; its gradients provide a missing source line.
 
     Names of operations distinguish the forward pass, the backward pass and the optimizer. A result
-    of a pass counts as activations if at least two conditions are met: the result belongs to the
-    forward pass, the batch is not sharded over the reduction's axes (``across``), and the result's
-    size is not among the ``sizes`` of gradients.
+    of the forward or backward pass counts as activations if at least two of three conditions are
+    met: the result belongs to the forward pass, the batch is not sharded over the reduction's axes
+    (``across``), or the result's size is not among the ``sizes`` of gradients.
     """
     uses = collections.Counter[str]()
     most = (0, "")
@@ -222,7 +223,8 @@ def _with_uses(
 def _stage(program: Program, i: Instruction, is_collective: bool) -> str:
     """Return whether an operation belongs to the forward pass, backward pass or optimizer.
 
-    An operation named after the forward pass may compute a gradient, unless it is a product.
+    The result is empty if the name does not decide. An operation with a name of the forward pass
+    may compute a gradient, unless the operation is a matrix product or a convolution.
     """
     name = i.attribute(r'op_name="([^"]*)"')
     product = name.endswith(("/dot_general", "/conv_general_dilated"))
@@ -234,7 +236,7 @@ def _stage(program: Program, i: Instruction, is_collective: bool) -> str:
 
 
 def _origins(program: Program, site: Site, name: str, n: int) -> Iterator[tuple[Instruction, int]]:
-    """Yield the instructions that computed the parts of an operand, and each part's elements."""
+    """Yield the instructions that computed the parts of an operand, and each part's size."""
     body = program.computations[site.computation]
     i = body[name]
     root = program.root(i.called[0]) if i.op in ("fusion", "call") else None
@@ -253,7 +255,7 @@ def _origins(program: Program, site: Site, name: str, n: int) -> Iterator[tuple[
 
 
 def _overlapped(program: Program, site: Site) -> bool:
-    """Return whether computation is scheduled between a start and its end."""
+    """Return whether computation is scheduled between a collective's start and its end."""
     if site.caller is not None and site.caller.instruction.op == "async-start":
         site = site.caller
     start = site.instruction
@@ -337,9 +339,9 @@ def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
 
 
 def _gradient_sizes(shapes: Shapes, mesh: Mesh | None, unsharded: Collection[str] = ()) -> set[int]:
-    """Return the possible sizes of a gradient on a device: a leaf, a layer or a shard.
+    """Return the possible sizes of a gradient on a device: of a leaf, a layer or a shard.
 
-    Gradients are not sharded over the axes ``unsharded``.
+    Gradients are assumed not to be sharded over the axes ``unsharded``.
     """
     sizes = () if mesh is None else [n for axis, n in mesh.shape.items() if axis not in unsharded]
     shards = {math.prod(factors) for factors in itertools.product(*((1, n) for n in sizes))}

@@ -82,13 +82,13 @@ class Instruction:
     root: bool
 
     def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern in the attributes; empty if it does not match."""
+        """Return the first group of a pattern in the attributes; empty without a match."""
         match = re.search(pattern, self.attributes)
         return match.group(1) if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Return the computations that it runs; for a conditional, its branches by index."""
+        """Return the computations that are run; for a conditional, the branches by index."""
         keys = "to_apply" if self.op == "call" else _BODIES
         bodies = re.findall(rf"\b({keys})=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
         return tuple(name for _, names in sorted(bodies) for name in _REFERENCE.findall(names))
@@ -101,8 +101,8 @@ class Site(NamedTuple):
       instruction: the instruction.
       computation: the name of its computation.
       caller: the site that runs the computation; ``None`` in the entry computation.
-      executions: how often a call that takes these branches runs the instruction; infinite in a
-        loop with an unknown trip count.
+      executions: how often a call that takes ``branches`` runs the instruction; infinite in a loop
+        with an unknown trip count.
       branches: the branches around the instruction, outermost first, as ``conditional:index``.
       loops: the loops around the instruction, outermost first.
       fused: whether it is part of a fusion.
@@ -125,9 +125,9 @@ class Ways(NamedTuple):
         an unknown trip count add nothing.
       most: the sum if each conditional takes its most expensive branch, as in a call that applies.
         The sum is infinite if a loop with an unknown trip count contributes.
-      held: the sum if windows take their cheapest branch and other conditionals their most
-        expensive branch, as in a call that is added to an open window. The sum is infinite like
-        ``most``.
+      held: the sum if windows take their cheapest branch and other conditionals take their most
+        expensive branch, as in a call that leaves its window open. The sum is infinite under the
+        same condition as ``most``.
     """
 
     least: float
@@ -156,7 +156,7 @@ class Program:
       entry: the computation that a call runs.
       devices: the number of devices that run the program.
       aliased: the numbers of the arguments whose buffers results reuse.
-      tables: the tables of source locations: rows by heading and number.
+      tables: the tables of source locations: each row by the table's heading and the row's number.
       trip_count: the trip count of loops whose trip count the program does not show; ``None`` if
         unknown.
     """
@@ -174,7 +174,7 @@ class Program:
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
-        """Yield the sites of the computation that the caller runs as number ``index``."""
+        """Yield the sites of a computation, which is the caller's computation ``index``."""
         executions, branches, loops, fused = caller[3:] if caller else (1, (), (), False)
         if caller is not None:
             outer = caller.instruction
@@ -192,7 +192,7 @@ class Program:
                 yield from self._walk(called, site, number)
 
     def total(self, amounts: Iterable[tuple[Sequence[str], float]]) -> Ways:
-        """Sum amounts on the paths of ``Ways`` through the branches.
+        """Sum amounts along the three choices of branches that ``Ways`` describes.
 
         Args:
           amounts: pairs ``(branches, amount)``, where the amount includes all executions.
@@ -221,9 +221,9 @@ class Program:
     def _conditionals(self) -> Mapping[str, tuple[int, bool]]:
         """Return each conditional's number of branches, and whether it is a window.
 
-        A window accumulates calls by count, and is identified by the scope of its transformation.
-        If the program has no window of boostax, every conditional that is not boostax's may be a
-        window.
+        A window is the conditional of an accumulation over calls; the named scope of its
+        transformation identifies it. If the program has no window of boostax, every conditional
+        that is not boostax's counts as a window.
         """
         instructions = (i for body in self.computations.values() for i in body.values())
         conditionals = [i for i in instructions if i.op == "conditional"]
@@ -280,7 +280,7 @@ class Program:
         return _Value(None, math.nan)
 
     def _initial(self, site: Site | None, value: _Value) -> float:
-        """Return a carried value at the start of a loop; an outer loop may carry the value, too."""
+        """Return a carried value at the start of a loop; an outer loop may carry the same value."""
         if value.element is None:
             return value.offset
         if site is None or site.instruction.op != "while":
@@ -332,7 +332,7 @@ def parse(text: str, trip_count: int | None = None) -> Program:
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
-    """Return the error for text of an unknown form, which must not be ignored."""
+    """Return the error for HLO text of an unknown form, which would make counts wrong."""
     text = f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. "
     text += "The audit would be incomplete. Install versions that were tested together: "
     return RuntimeError(f"{text}pip install -c constraints.txt . in a checkout.")
