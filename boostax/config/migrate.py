@@ -72,12 +72,12 @@ def migrate_state(
 
     The result has the structure of ``new_tx.init(params)``. A new state gets the arrays of an old
     state of the same class, which may be inside a scaler, a window, ``optax.masked``, ``partition``
-    or ``inject_hyperparams``. If a class has several states, the best fit is matched first; among
-    equal fits, the k-th old state is matched to the k-th new state, counted from outside. An array
-    is kept if path, shape and dtype agree, so newly masked or newly trained leaves do not affect
-    other leaves. If only the precision differs, the array is cast, and the report has a note. The
-    moments of a leaf are all kept or all dropped, counts are kept only with moments, and the arrays
-    of a trajectory or a basis only together.
+    or ``inject_hyperparams``. If a class has several states, the pair of an old and a new state
+    that fits best is matched first. Among equal fits, the k-th old state is matched to the k-th new
+    state, outermost first. An array is kept if path, shape and dtype agree, so newly masked or
+    newly trained leaves do not affect other leaves. If only the precision differs, the array is
+    cast, and the report has a note. The moments of a leaf are all kept or all dropped. A count of
+    moments is kept only with moments. The arrays of a trajectory or a basis are kept only together.
 
     An open window is refused. Moments and residuals are refused if another loss scale multiplies
     their gradients in the new chain.
@@ -87,13 +87,13 @@ def migrate_state(
     ``DynamicLossScale`` and ``StaticLossScale``:
     ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
-    A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides a new argument,
-    and the report notes the difference.
+    A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides the argument of
+    ``new_tx``, and the report notes the difference.
 
     Args:
-      old_state: the saved state, or an NNX optimizer. A state from a ``TrainState`` has a dimension
-        of replicas. If a serialiser converted the state to dicts and lists, its classes are
-        recognised by their fields' names, which may be the names of 0.3.
+      old_state: the saved state, or an NNX optimizer. In a ``TrainState``, per-replica state has a
+        leading dimension of replicas. If a serialiser converted the state to dicts and lists, its
+        classes are recognised by the names of their fields, which may be the names of boostax 0.3.
       new_tx: the transformation that continues the run, which may be a result of
         ``boostax.on_mesh``.
       params: the trained params; pass ``TrainState.params`` unchanged.
@@ -101,19 +101,19 @@ def migrate_state(
         none.
       count: the number of steps so far, from which schedules that are new in ``new_tx`` continue.
         The learning rate of call ``k`` after the migration, with ``k`` from 0, is
-        ``schedule(count + k)``. With ``None``, new schedules begin at step 0. Kept counts, and the
-        counts of new moments, which correct their bias, do not change.
+        ``schedule(count + k)``. With ``None``, new schedules begin at step 0. ``count`` has no
+        effect on counts that are kept, or on the counts with which new moments correct their bias.
 
     Returns:
       The new state, with the dtypes and the placement of ``new_tx.init(params)`` and in new
-      buffers, and a ``MigrationReport``. With a ``TrainStep``, place the state by
+      buffers, and a ``MigrationReport``. With a ``TrainStep``, place the state with
       ``jax.device_put(state, step.shardings(state))``. Cost: an ``init`` and one copy of the state,
       outside ``jit``.
 
     Raises:
       ValueError: an open window; params whose shapes differ from ``old_state`` (the error names the
-        leaf); different numbers of replicas; moments of gradients times another loss scale; a value
-        beyond the range of a narrower dtype.
+        leaf); different numbers of replicas; moments whose gradients another loss scale multiplied;
+        a value beyond the range of a narrower dtype.
       TypeError: ``new_tx`` is not a transformation, or ``old_state`` is a whole ``TrainState``.
 
     Example:
@@ -177,7 +177,7 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
     """Restore the classes of a state that a serialiser converted to dicts.
 
     If the keys of a dict are the fields of a class in ``like``, in boostax or in Optax, the dict
-    becomes an instance of the class. The fields may have their names of 0.3.
+    becomes an instance of the class. The fields may have the names that they had in boostax 0.3.
     """
     known = [*map(type, trees.nodes(like)), *vars(states).values(), *vars(optax).values()]
     fields = {frozenset(x._fields): x for x in reversed(known) if getattr(x, "_fields", ())}
@@ -197,7 +197,7 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def holds(cls: type) -> Holds:
-    """Return the meaning of a state class's fields: its ``holds``, or a known one of Optax."""
+    """Return the meaning of a state class's fields, from its ``holds`` or the table ``_HOLDS``."""
     known = cls.__module__.startswith(("optax.", "builtins"))
     return getattr(cls, "holds", _HOLDS.get(cls.__name__ if known else "", Holds()))
 
@@ -345,7 +345,7 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
-    """Return the arrays with the size of their dimension of replicas, and the size or 0."""
+    """Return the arrays with the size of their replica dimension, and the size (0 without it)."""
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
     counts = {0 if x == like else x[0] for x, like in shapes if like in (x, x[1:])}
     counts |= set[int]() if asked is None else {asked}
@@ -388,7 +388,7 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
     fitting = {(old, new): _fitting(olds[old], news[new]) for old, new in pairs}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
-        """Count fitting arrays, equal dtypes, surplus arrays (negative), and equal labels."""
+        """Return the numbers of fitting arrays, equal dtypes, surplus arrays (negative), labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
         good = len(fitting[pair])
         dtypes = {y.path: y.value.dtype for y in news[pair[1]].values()}
@@ -468,7 +468,7 @@ def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
 
 
 def _starts(news: list[Leaf], matches: Leaves, count: int, notes: Notes) -> Leaves:
-    """Return the counts that new schedules read, by their paths, each at ``count``."""
+    """Return the counts that new schedules read, by their paths, with the value ``count``."""
     fresh = [y for y in news if y.path not in matches and y.holds.steps]
     counts = [y for y in fresh if trees.path_name(y.rel[-1:]) == y.holds.steps]
     words = _DATA["notes"]["start" if counts else "no start"]
@@ -499,7 +499,7 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _report(olds: list[Leaf], news: list[Leaf], matches: Leaves, notes: Notes) -> MigrationReport:
-    """Report whether each state was kept, newly made or dropped."""
+    """Report which arrays of each state were kept, newly made or dropped."""
     used = {old.path for old in matches.values()}
     rows = [("kept" if y.path in matches else "anew", matches.get(y.path, y).at, y) for y in news]
     rows += [("dropped", x.at, x) for x in olds if x.path not in used]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws about two different programs with equal results, drawn from a seed."""
+"""Laws about pairs of different programs with equal results, drawn at random from a seed."""
 
 import functools
 import importlib.util
@@ -175,7 +175,7 @@ def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """Promise 8: a state that is migrated to a chain with one more wrapper and back is bit-equal.
+    """Promise 8: a migration to a chain with one more wrapper and back returns a bit-equal state.
 
     Training in the other chain is tested in tests/test_migrate.py.
     """
@@ -194,7 +194,7 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
 
 
 def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """Promise 8: a state that is resharded to 2 or 4 times as many replicas and back is bit-equal.
+    """Promise 8: resharding to 2 or 4 times as many replicas and back returns a bit-equal state.
 
     The replicas are in one process and one placement; ``jax.device_put`` between placements is
     tested in tests/test_kill_placements.py.
