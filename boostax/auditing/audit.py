@@ -179,8 +179,8 @@ def audit(
       program: a program, as above.
       *args: the program's arguments; none if the program is lowered or compiled.
       target: see ``boostax.auditing.target_devices``; ``None`` for the devices of the arguments,
-        which may be target devices. A program over a present mesh can be moved to a target with the
-        same number of devices.
+        which may be target devices. A program over a mesh of present devices can be moved to a
+        target with as many devices.
       params: the tree whose size is the unit of counts, or the number of an argument, by default 0.
         For a number, the unit is the argument's ``.params``, or else the argument itself. A
         function of ``jax.pmap`` gets stacked params, so pass one replica's params.

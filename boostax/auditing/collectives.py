@@ -50,13 +50,13 @@ class CompiledCollective:
         collective that the permutes form together.
       dtypes: dtypes of the elements in the compiled program; for elements packed in u32, the
         unpacked dtype.
-      elements: elements per execution and device: of the operands, or of the result of an
-        all-gather.
+      elements: elements per execution and device, in the operands or, for an all-gather, in the
+        result.
       operands: the elements of each array.
       bytes: bytes of the operands per execution and device.
       by_dtype: ``bytes`` by dtype.
       uses: elements per execution by use: ``"gradients"``, ``"activations"`` of a sharded model,
-        products of the ``"optimizer"``, or ``"unknown"``.
+        matrix products of the ``"optimizer"``, or ``"unknown"``.
       executions: executions per call, the product of the trip counts of ``loops``; infinite if a
         trip count is unknown.
       devices: devices in a group.
@@ -221,10 +221,11 @@ def _with_uses(
 
 
 def _stage(program: Program, i: Instruction, is_collective: bool) -> str:
-    """Return whether an operation belongs to the forward pass, backward pass or optimizer.
+    """Return the stage of an operation: ``"forward"``, ``"backward"`` or ``"optimizer"``.
 
-    The result is empty if the name does not decide. An operation with a name of the forward pass
-    may compute a gradient, unless the operation is a matrix product or a convolution.
+    The result is empty if the operation's name does not determine the stage. An operation with a
+    name of the forward pass may compute a gradient, unless the operation is a matrix product or a
+    convolution.
     """
     name = i.attribute(r'op_name="([^"]*)"')
     product = name.endswith(("/dot_general", "/conv_general_dilated"))
@@ -311,7 +312,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _span(groups: Groups, mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
-    """Return the mesh axes that groups span, and whether they span slices or hosts."""
+    """Return the mesh axes that groups span, and whether groups span slices or hosts."""
     if mesh is None:
         return (), ""
     indices = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]

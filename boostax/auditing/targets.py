@@ -5,9 +5,9 @@ JAX's compilers run without their devices. ``jax.experimental.topologies`` descr
 and a program that is lowered for shapes on a mesh of these devices compiles as on the machine
 itself. The compiler for a TPU needs the package ``libtpu``. The compiler for a GPU needs
 ``jax-cuda12-plugin``, but no driver and no CUDA. In a checkout, ``pip install '.[aot]'`` installs
-both packages. A program over a present mesh can be moved to a target. ``jax.export`` lowers the
-program for the target's platform. The exported call is then compiled over an equal mesh of the
-target's devices, with the same specs and donation.
+both packages. A program over a mesh of present devices can be moved to a target. ``jax.export``
+lowers the program for the target's platform. The exported call is then compiled over an equal mesh
+of the target's devices, with the same specs and donation.
 """
 
 import contextlib

@@ -72,11 +72,12 @@ class Boost:
     ) -> Chain:
         """Build the whole chain around an optimizer, with its parts in the recommended order.
 
-        The order is, outermost first: freezing, carried leaves, the check of replicas, loss
-        scaling, the window (or the window, then scaling), the average of the params, storage in
-        fewer bytes, the recorder of snapshots, the reduction, centralization, clipping, the check
-        of updates, ``inner``. A reduction around the optimizer (``"adasum-delta"``, ``"by-shape"``,
-        ``"partial"``, ``"local"``) also wraps centralization and clipping.
+        The order is, outermost first: freezing, carried leaves, the check of replicas, loss scaling
+        and the window (with ``drop: "window"``, the window and loss scaling), the average of the
+        params, storage in fewer bytes, the recorder of snapshots, the reduction, centralization,
+        clipping, the check of updates, ``inner``. A reduction around the optimizer
+        (``"adasum-delta"``, ``"by-shape"``, ``"partial"``, ``"local"``) also wraps centralization
+        and clipping.
 
         A ``dim_reduce`` from files replaces the chain inside the loss scaler. The part of the
         gradient outside of the span of its basis is then the input of ``inner``, or of SGD if
@@ -253,8 +254,8 @@ def auto(
     factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
     ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the
     kind, or else the first argument. ``True`` selects the defaults. ``False`` or ``None`` leaves
-    the part out. Groups are given by ``groups`` instead of a tree of labels, and a schedule by the
-    arguments of ``freeze_schedule``.
+    the part out. Groups are given by ``groups`` instead of a tree of labels, and a schedule is
+    given by the arguments of ``freeze_schedule``.
 
     A level, or a dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``,
     ``"loss_scale_manager"`` ...), is read as MindSpore reads it. ``notes`` lists settings that have

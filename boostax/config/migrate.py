@@ -2,9 +2,9 @@
 """Migrate a saved optimizer state to a changed chain.
 
 An optimizer state is a tree of NamedTuples. Each NamedTuple is the state of a part, and every array
-belongs to the innermost state around it. States are matched by class, and arrays by their paths
-within the state. Arrays that belong together, such as the moments of a param, are all kept or all
-dropped.
+belongs to the innermost state around it. States are matched by class, and arrays are matched by
+their paths within the state. Arrays that belong together, such as the moments of a param, are all
+kept or all dropped.
 """
 
 import dataclasses
@@ -82,9 +82,9 @@ def migrate_state(
     An open window is refused. Moments and residuals are refused if another loss scale multiplies
     their gradients in the new chain.
 
-    Some states of other libraries are translated: ``optax.MultiSteps``, in both directions,
-    ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's
-    ``DynamicLossScale`` and ``StaticLossScale``:
+    Some states of other libraries are translated: those of ``optax.MultiSteps`` (in both
+    directions) and ``optax.apply_if_finite``. Flax's ``DynamicScale`` and jmp's
+    ``DynamicLossScale`` and ``StaticLossScale`` are translated anywhere in the tree:
     ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
     A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides the argument of
@@ -328,7 +328,7 @@ def _translated(tree: PyTree, classes: set[type]) -> PyTree:
 
 
 def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, after: PyTree) -> None:
-    """Refuse a state for params of other shapes, or in ``by_shape`` with other names."""
+    """Refuse a state for params of other shapes or, in ``by_shape``, of other names."""
     by_place = {(type(x.state), x.rel): x for x in olds}
     shapes = {(x.owner, x.shape) for x in olds}
     for new in news:
@@ -388,7 +388,7 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
     fitting = {(old, new): _fitting(olds[old], news[new]) for old, new in pairs}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
-        """Return the numbers of fitting arrays, equal dtypes, surplus arrays (negative), labels."""
+        """Score fitting arrays, equal dtypes, surplus arrays (negative) and equal labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
         good = len(fitting[pair])
         dtypes = {y.path: y.value.dtype for y in news[pair[1]].values()}

@@ -219,7 +219,7 @@ def adam_weight_decay(
       A transformation with an ``optax.ScaleByAdamState``. Cost: two copies of the params.
 
     Raises:
-      ValueError, TypeError: ``loss_scale`` is not positive.
+      TypeError: the params are passed as the first argument.
     """
     moments = _moments(beta1, beta2, eps, debias=False)
     decay = _decay(weight_decay, grouped)
@@ -237,7 +237,7 @@ def lars(
       g \leftarrow \theta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon} (g + \lambda w)
 
     MindSpore applies the optimizer's weight decay and loss scale in LARS, so pass both to ``lars``:
-    ``nn.LARS(nn.Momentum(params, 0.1, 0.9, weight_decay=1e-4), coefficient=0.02)`` is
+    ``nn.LARS(nn.Momentum(params, 0.1, 0.9, weight_decay=1e-4), coefficient=0.02)`` corresponds to
     ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. MindSpore has the operator
     only on Ascend, so the formula is from its documentation.
 

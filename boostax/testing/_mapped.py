@@ -61,7 +61,7 @@ def over_devices(fn: Fn, in_specs: PyTree, out_specs: PyTree, check_vma: bool = 
 
 
 def assert_like(case: Case, params: PyTree, stacked: PyTree, what: str, tol: float = 1e-6) -> None:
-    """Compare params outside of a mapped function with every replica's params."""
+    """Compare params from outside of a mapped function with every replica's params from inside."""
     actual = stacked if case.own_params else jax.tree.map(lambda x: x[0], stacked)
     arrays.assert_close(params.local if case.own_params else params, actual, what, tol)
 

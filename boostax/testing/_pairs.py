@@ -34,7 +34,8 @@ class Setting(NamedTuple):
       replicas: ``None`` on one device, else the number of replicas under ``jax.vmap`` with a named
         axis.
       axis: the axis of the replicas.
-      tx: the case around an optimizer that depends on the scale of gradients, unlike Adam.
+      tx: the case's transformation around an optimizer that, unlike Adam, depends on the scale of
+        gradients.
     """
 
     case: Case
