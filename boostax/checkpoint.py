@@ -171,7 +171,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         restored arrays own their memory, so a step may donate the arrays.
 
         Args:
-          target: a state with the same structure, shapes and dtypes. Its leaves are arrays or
+          target: a state with the same structure, shapes and dtypes. The leaves are arrays or
             ``jax.ShapeDtypeStruct`` with shardings; a leaf without a sharding is placed on the
             first device.
           step: the step to restore.

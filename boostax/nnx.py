@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An in-place optimizer for Flax NNX, and a gradient function for its chain.
+"""An in-place optimizer for Flax NNX, and a gradient function for the optimizer's chain.
 
 ``nnx.Optimizer`` adds the chain's updates to the params in every call, so in a skipped step it
 would still add zero to all params.
@@ -151,8 +151,8 @@ class Optimizer(nnx.Optimizer[_M]):
         Args:
           loss_fn: ``loss_fn(model, *batch, **arguments)``; a scalar, or ``(loss, aux)``. Variables
             that the loss changes in the model (BatchNorm statistics, dropout counters) are averaged
-            over the replicas. They keep their new values, unless one of these is not finite. As in
-            ``nnx.value_and_grad``, the variables change even if a scaler skips the gradient.
+            over the replicas. The new values are kept, unless one of them is not finite. As in
+            ``nnx.value_and_grad``, the variables change even if a scaler skips the step.
           has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
             ``boostax.Aux`` is combined. Any other aux is not combined: with several replicas, it is
             returned in a ``PerReplica``, whose ``local`` has a leading dimension of replicas.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import what the audit needs from boostax: errors, steps, states and params.
 
-The other modules of this package import only one another and this module from boostax, so they can
-read any program.
+The other modules of this package use the rest of boostax only through this module, so they can read
+any program.
 """
 
 from typing import Any

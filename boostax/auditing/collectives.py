@@ -68,7 +68,7 @@ class CompiledCollective:
       widened: whether the compiler widened the dtype that the collective has in the JAX program.
       overlapped: whether computation is scheduled between the collective's start and end.
       source: ``file:line``, if the compiler kept the source location.
-      name: the name of JAX's operation: ``jit(step)/shard_map/psum``.
+      name: the name of JAX's operation, such as ``jit(step)/shard_map/psum``.
     """
 
     kind: str
@@ -132,7 +132,7 @@ def compiled_collectives(
 
 
 def _widened(program: Program, site: Site) -> bool:
-    """Return whether the operand is a widening conversion without ``op_name``, by the compiler."""
+    """Return whether the operand is a widening conversion that the compiler added."""
     body = program.computations[site.computation]
     i = body[site.instruction.operands[0]]
     if i.op == "fusion":

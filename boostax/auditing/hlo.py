@@ -44,9 +44,9 @@ class Array(NamedTuple):
     """Describe an array type.
 
     Attributes:
-      dtype: its dtype in HLO: ``f32``, ``s8``, ``pred``.
+      dtype: the dtype in the notation of HLO: ``f32``, ``s8``, ``pred``.
       elements: the number of elements.
-      on_chip: whether it is in a TPU's vector memory and not in HBM.
+      on_chip: whether the array is in a TPU's vector memory and not in HBM.
     """
 
     dtype: str
@@ -64,13 +64,14 @@ class Instruction:
     """Describe a line of a computation.
 
     Attributes:
-      name: its name, unique in the program.
+      name: the name of the instruction, unique in the program.
       op: the operation: ``fusion``, ``all-reduce-start``, ...
-      result: the arrays that it returns.
-      operands: names of the instructions whose results it reads.
-      literal: the value of a constant, which HLO writes in place of operands.
+      result: the arrays that the instruction returns.
+      operands: names of the instructions whose results the instruction reads.
+      literal: the value of a constant or the number of a parameter, which HLO writes in place of
+        operands.
       attributes: the rest of the line.
-      root: whether it is the result of its computation.
+      root: whether the instruction is the result of its computation.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Site(NamedTuple):
         with an unknown trip count.
       branches: the branches around the instruction, outermost first, as ``conditional:index``.
       loops: the loops around the instruction, outermost first.
-      fused: whether it is part of a fusion.
+      fused: whether the instruction is part of a fusion.
     """
 
     instruction: Instruction
@@ -118,7 +119,7 @@ class Site(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """Sum counts along a program whose branches differ.
+    """Sum counts over a program whose branches have different counts.
 
     Attributes:
       least: the sum if each conditional takes its cheapest branch, as in a skipped call. Loops with

@@ -169,7 +169,7 @@ class Boost:
         Args:
           loss_fn: see ``boostax.make_train_step``.
           inner: see ``optimizer``.
-          params: see ``optimizer``; ``step.init`` needs them again.
+          params: see ``optimizer``; ``step.init`` needs the params again.
           less_bn: if LessBN is on, the report that ``model`` returned.
           **options: options of ``boostax.make_train_step``, such as ``mesh``. The chain also gets
             the option ``axis_name``.
@@ -249,13 +249,13 @@ def auto(
 ) -> Boost:
     """Read a configuration: a level, a dictionary or a JSON file.
 
-    The name of each public factory is a key, with the factory's arguments, types and defaults:
-    ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"`` and ``"loss_scale"`` choose a
-    factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
-    ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the
-    kind, or else the first argument. ``True`` selects the defaults. ``False`` or ``None`` leaves
-    the part out. Groups are given by ``groups`` instead of a tree of labels, and a schedule is
-    given by the arguments of ``freeze_schedule``.
+    The name of each public factory is a key. Its value has the factory's arguments, types and
+    defaults: ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"`` and ``"loss_scale"``
+    choose a factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
+    ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the kind
+    or, for a key without kinds, the first argument. ``True`` selects the defaults. ``False`` or
+    ``None`` leaves the part out. Groups are given by ``groups`` instead of a tree of labels, and a
+    schedule is given by the arguments of ``freeze_schedule``.
 
     A level, or a dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``,
     ``"loss_scale_manager"`` ...), is read as MindSpore reads it. ``notes`` lists settings that have

@@ -99,7 +99,7 @@ def _schedule(options: types.SimpleNamespace) -> Data:
 
 
 def _finish(options: types.SimpleNamespace) -> Data:
-    """Look up a rule by name, and use SGD outside of the span if no optimizer is given."""
+    """Look up the rule of ``dim_reduce`` by name; SGD is the default of ``residual``."""
     rate, momentum = options.residual_rate, options.residual_momentum
     checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
     search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
@@ -164,7 +164,7 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
       parts: the chain so far.
       **place: the replica axes (``axis_name``), the params or their shapes (``tree``) and the
         changes that LessBN made to the model (``less_bn``); for ``Boost.finish`` also the
-        ``source`` of the basis and an optimizer outside of the span (``residual``).
+        ``source`` of the basis and an optimizer for gradients outside of its span (``residual``).
     """
     who = factory.__name__
     options = place | {name: sequences(x, tuple) for name, x in arguments.items()}

@@ -49,7 +49,7 @@ class MigrationReport:
       kept: the states that were kept: each state, its fields, and the old and the new path.
       anew: the states that ``new_tx.init`` made, without saved values.
       dropped: the parts of the old state that have no counterpart in the new state.
-      notes: choices of the migration, and saved values that override new arguments.
+      notes: choices of the migration, and saved values that override arguments of ``new_tx``.
     """
 
     kept: tuple[str, ...]
@@ -76,8 +76,9 @@ def migrate_state(
     that fits best is matched first. Among equal fits, the k-th old state is matched to the k-th new
     state, outermost first. An array is kept if path, shape and dtype agree, so newly masked or
     newly trained leaves do not affect other leaves. If only the precision differs, the array is
-    cast, and the report has a note. The moments of a leaf are all kept or all dropped. A count of
-    moments is kept only with moments. The arrays of a trajectory or a basis are kept only together.
+    cast, and the report has a note. The moments of a leaf are all kept or all dropped. The counts
+    of a state with moments are kept only if moments of the state are kept. The arrays of a
+    trajectory or a basis are kept only together.
 
     An open window is refused. Moments and residuals are refused if another loss scale multiplies
     their gradients in the new chain.

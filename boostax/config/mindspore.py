@@ -238,8 +238,8 @@ def lars(
 
     MindSpore applies the optimizer's weight decay and loss scale in LARS, so pass both to ``lars``:
     ``nn.LARS(nn.Momentum(params, 0.1, 0.9, weight_decay=1e-4), coefficient=0.02)`` corresponds to
-    ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. MindSpore has the operator
-    only on Ascend, so the formula is from its documentation.
+    ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. MindSpore implements LARS
+    only for Ascend, so the formula is from MindSpore's documentation.
 
     Args:
       weight_decay: :math:`\lambda`; the params of norms have no decay.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient function of a step whose loss scans layers, with work in the backward loop.
+"""The gradient function of a step that reduces or updates stacked layers in the backward loop.
 
 The backward loop sums a stack's gradients, unsharded or in shards like the params, or runs the
 stack's optimizer. ``boostax.layers.scan`` has the loop, and ``boostax.layers.stacks`` describes the
@@ -252,7 +252,7 @@ class _Replica:
     def update(
         self, name: str, weight: Weight, layer: PyTree, grads: Arrays, finite: jax.Array
     ) -> PyTree:
-        """Add a layer's gradients to their sums, or run its optimizer unless it is skipped."""
+        """Add a layer's gradients to their sums, or update the layer unless it is skipped."""
         if weight is not None:
             # The mean of no items is 0/0.
             products = (g.astype(trees.wide_dtype(g)) * weight for g in grads)
@@ -272,7 +272,7 @@ class _Replica:
 
 
 def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
-    """Return a gradient function that runs layers; ``placed`` sets the types of the params."""
+    """Return a gradient function for layers; its method ``placed`` sets the types of the params."""
     hint = "Each layer is updated once per call. Leave microbatches= out, and pass all rows."
     got = oracle.count if plan.layers.release and oracle.count != 1 else None
     checks.absent(_WHO, "microbatches", got, "1 with release=True", hint)

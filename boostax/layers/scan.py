@@ -102,7 +102,7 @@ class Stack:
         ``finite`` tells whether the cotangents of the scan's results are finite.
       accumulator: sums of gradients, or an ``UpdatedLayers``; ``None`` if only a forward pass is
         traced.
-      wrap: a transformation of the body, such as a policy's, or ``None``.
+      wrap: a function that transforms ``body``, such as a policy's cast, or ``None``.
       shown: the leaves that the loss gets in place of the stack's params. The loss may pass these
         leaves only to ``scan_layers``.
       scanned: whether the loss has scanned the stack.

@@ -45,8 +45,7 @@ class Case:
       bad_arguments: functions that must raise an error, each with a part of the error's message.
       compresses: whether ``inner`` receives in every call only the part of local gradients that a
         codec sends, while a residual stores the other part.
-      bad: numbers whose gradients no step may apply: NaN, infinity, and a number whose square
-        overflows.
+      bad: numbers that make a gradient bad: NaN, infinity, and a number whose square overflows.
     """
 
     name: str
