@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """boostax: cheaper, steadier training as pure gradient transformations for JAX and Optax.
 
-The common names are in ``boostax``; further names are in ``boostax.reduce``, ``freeze``,
+The most used functions are in ``boostax``; the others are in ``boostax.reduce``, ``freeze``,
 ``precision``, ``subspace``, ``model``, ``train``, ``states``, ``auditing``, ``explaining``,
 ``config`` and ``compat``.
 """

@@ -11,11 +11,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-      argv: arguments without the name of the program; by default the arguments of the process.
+      argv: arguments without the name of the program; by default those of the process,
+        ``sys.argv[1:]``.
 
     Returns:
-      The exit code. It is 0 on success, 1 if a limit is exceeded or the request is refused (stderr
-      shows the reason), and 2 if the arguments do not parse or the command was removed.
+      The exit code. It is 0 on success, 1 if the program exceeds a limit in the arguments or cannot
+      be audited (stderr shows the reason), and 2 if the arguments do not parse or the command was
+      removed.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-h"], ["--help"]):

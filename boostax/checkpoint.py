@@ -38,12 +38,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     A state is any tree of JAX arrays, including NamedTuples, PRNG keys, sharded and empty arrays.
     Each checkpoint also contains a small JSON ``meta``, the versions of boostax, JAX and Optax, the
-    state classes of the chain, and for each leaf its shape, its dtype and a checksum. orbax stores
-    no checksums, casts silently, and does not notice flipped bits. The directory of a step has its
-    final name only when the directory is complete, so a killed process loses only the save in
-    progress. The next ``Checkpointer`` removes the leftovers. Nothing is pickled.
+    state classes of the chain, and for each leaf its shape, its dtype and a checksum. Without this
+    record, orbax would cast leaves silently and would not notice flipped bits. The directory of a
+    step gets its final name only after its last file is written, so a killed process loses only the
+    save in progress. The next ``Checkpointer`` removes the incomplete directory. Nothing is
+    pickled.
 
-    One process (or one multi-process run) may write to a directory at a time.
+    Only one process (or one multi-process run) may write to a directory at a time.
 
     Args:
       directory: the directory of the steps; created if missing.
@@ -62,8 +63,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
       (Array([0., 1., 2.], dtype=float32), {'learning_rate': 0.1})
 
     **Cost**: ``save`` blocks while it computes the checksums (one read of the state) and copies the
-    state to the host; the disk is written in the background. ``restore`` has at most one leaf in
-    memory twice.
+    state to the host; the files are written in the background. ``restore`` needs memory for the
+    state and a second copy of one leaf.
     """
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 3):
@@ -92,15 +93,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         replaced. The new step is complete on disk after ``wait``, ``close`` or the next ``save``.
 
         Args:
-          step: a number for the checkpoint, usually the number of calls; the highest number is the
-            latest.
+          step: a number for the checkpoint, usually the number of calls. The checkpoint with the
+            highest number is the latest.
           state: a tree of JAX arrays.
           meta: a value that JSON can represent.
 
         Raises:
           TypeError: a leaf is not a JAX array, an object of NNX is in the tree, or ``meta`` is not
             JSON.
-          ValueError: devices have different copies of an array.
+          ValueError: the copies of a replicated array differ between its devices.
           RuntimeError: the previous save failed in the background.
         """
         checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
@@ -156,7 +157,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def versions(self, step: int | None = None) -> dict[str, str]:
         """Return the versions of boostax, JAX and Optax that saved ``step``.
 
-        boostax 0.2 recorded no versions, so the result is then empty. Raises: as `meta`.
+        The result is empty for a checkpoint of boostax 0.2, which recorded no versions. Raises: as
+        `meta`.
         """
         return self._record(step)[1].get("versions", {})
 
@@ -165,22 +167,24 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     ) -> tuple[types.State, Json]:
         """Return the state and ``meta`` of ``step`` (default: the latest), placed like ``target``.
 
-        The state may have been saved by another number of processes, on other devices. The restored
-        arrays own their memory, so a step may donate the arrays.
+        The state may have been saved with another number of processes and on other devices. The
+        restored arrays own their memory, so a step may donate the arrays.
 
         Args:
-          target: a state with the same structure, shapes and dtypes. Its leaves are arrays or
+          target: a state with the same structure, shapes and dtypes. The leaves are arrays or
             ``jax.ShapeDtypeStruct`` with shardings; a leaf without a sharding is placed on the
             first device.
           step: the step to restore.
-          reshard: whether per-replica state may have been saved by another number of replicas.
-            `boostax.reshard_state` then redistributes this state and preserves its mean.
+          reshard: whether per-replica state may have been saved with another number of replicas. If
+            so, `boostax.reshard_state` redistributes this state over the replicas and preserves its
+            mean.
 
         Raises:
           FileNotFoundError: the step does not exist.
-          TypeError: a leaf of ``target`` is not an array, such as the step of a fresh Flax
+          TypeError: a leaf of ``target`` is not an array, such as the int ``step`` of a new Flax
             ``TrainState``.
-          ValueError: ``target`` differs from the saved state; the error names the parts or leaves.
+          ValueError: ``target`` differs from the saved state; the error names the parts or leaves
+            that differ.
           RuntimeError: files on disk are missing, truncated or altered. No file is deleted, and the
             message names an older step that can be restored.
         """
@@ -250,10 +254,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 class _Manager(ocp.CheckpointManager):
     """An orbax manager that does not query JAX's preemption sync point.
 
-    orbax's manager asks JAX at the start and end of every save whether a SIGTERM has arrived.
-    Each query sets the step counter by which processes agree when to stop. A query in the
-    background sets the counter back, and processes then stop after different calls. The training
-    loop itself makes one query per call.
+    orbax's manager asks JAX at the start and end of every save whether a SIGTERM has arrived. Each
+    query sets the step counter with which the processes agree on the step at which to stop. A query
+    from a save in the background would set the counter back, and the processes would stop after
+    different steps. The training loop itself makes one query per step.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -262,10 +266,10 @@ class _Manager(ocp.CheckpointManager):
 
 
 def _arrays() -> Any:
-    """Return a handler of arrays that waits for all reads before an error is raised.
+    """Return a handler of arrays that waits for all reads before it raises an error.
 
     orbax closes its event loop after the first failed read. The remaining reads would then warn of
-    coroutines that were never awaited, and raise in TensorStore's threads.
+    coroutines that were never awaited, and would raise errors in TensorStore's threads.
     """
     handler: Any = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
     read = handler.deserialize
@@ -295,8 +299,8 @@ def _named(state: PyTree) -> dict[str, jax.Array]:
 def _require_arrays(what: str, tree: PyTree, is_array: Callable[..., bool]) -> dict[str, jax.Array]:
     """Return the leaves by name, and refuse a tree that orbax cannot restore.
 
-    Refused are objects of NNX, whose nodes orbax writes and cannot read, and leaves that are not
-    arrays, such as a number (Flax's ``TrainState.step``).
+    Objects of NNX are refused, because orbax can write their nodes but cannot read them. Leaves
+    that are not arrays, such as the int ``step`` of Flax's ``TrainState``, are also refused.
     """
     nnx_object: Any = getattr(sys.modules.get("flax.nnx"), "Pytree", ())
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx_object))
@@ -357,7 +361,7 @@ def _described(leaves: dict[str, jax.Array]) -> dict[str, Json]:
 
 @jax.jit
 def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the weighted sum of all words mod 2**32, which one altered word always changes."""
+    """Return a weighted sum of each leaf's 32-bit words, mod 2**32; one altered word changes it."""
     sums: dict[str, jax.Array] = {}
     for name, leaf in leaves.items():
         parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a chain or a train step: its parts, and errors in their order."""
+"""Explain a chain or a train step: its parts, and errors in the order of the parts."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ class _Part(NamedTuple):
 
     Attributes:
       name: the name of the part's factory.
-      depth: the number of parts around the part.
+      depth: the number of parts that wrap the part.
       role: the kind of part; ``"unknown"`` if boostax does not know the part.
       what: the first line of the part's docstring.
     """
@@ -44,8 +44,8 @@ class Explanation:
 
     Attributes:
       parts: the parts, in the order in which a gradient passes them. Each part has a ``name``, a
-        ``depth`` (the number of parts around it), a ``role``, and the first line of its docstring
-        as ``what``.
+        ``depth`` (the number of parts that wrap it), a ``role``, and the first line of its
+        docstring as ``what``.
       findings: parts in a wrong order or with a wrong setting, with the reason and a fix.
     """
 
@@ -79,16 +79,17 @@ def explain(
     """List the parts of a chain or a train step, and errors in the order of the parts.
 
     Parts are listed in the order in which a gradient passes them. Known errors of order, such as a
-    clip outside the scaler or a mean before AdaSum, are reported with the reason and a fix. A part
-    of another package is called unknown, and the position of that part is not checked.
+    clip before the loss scaler or a mean before AdaSum, are reported with the reason and a fix. A
+    part of another package has the role ``"unknown"``, and the position of that part is not
+    checked.
 
     With a batch and a train step that scales the loss, ``explain`` also reports backward rules
     (``jax.custom_vjp``) that are not linear in the cotangent, and params whose unscaled gradients
-    differ between the scale in the state and a scale near 1. For this comparison, the f16 of a
-    policy is replaced by f32. Gradients are not compared if the loss itself computes in f16, or if
-    the call has keywords, or with ``boostax.carry``.
+    differ between the scale in the state and a scale near 1. For this comparison, f32 replaces the
+    f16 of a policy. Gradients are not compared if the loss itself computes in f16, if ``kwargs``
+    are given, or if the chain contains ``boostax.carry``.
 
-    ``boostax.audit`` counts FLOPs, memory and bytes of the compiled step.
+    ``boostax.audit`` counts the FLOPs, the memory and the sent bytes of the compiled step.
 
     Args:
       tx: a transformation, or the result of ``make_train_step``.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An in-place optimizer for Flax NNX, and a gradient function for its chain.
+"""An in-place optimizer for Flax NNX, and a gradient function for the optimizer's chain.
 
-``nnx.Optimizer`` adds the chain's updates to the params in every call, so a skipped step would
-still add zero to all params.
+``nnx.Optimizer`` adds the chain's updates to the params in every call, so in a skipped step it
+would still add zero to all params.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Optimizer(nnx.Optimizer[_M]):
     """An ``nnx.Optimizer`` that writes params only if a step is applied.
 
     This class replaces ``nnx.Optimizer``, and its objects are made, updated, split, merged and
-    checkpointed in the same way. Gates (a loss scaler, a window) are outermost in ``tx``, and a
+    checkpointed in the same way. Gates (a loss scaler, a window) must be outermost in ``tx``. A
     step that a gate skips writes no params. ``value_and_grad`` returns the gradients that the chain
     needs: gradients of the scaled loss, local to each replica, without the params that
     ``scheduled_freeze`` freezes.
@@ -51,7 +51,7 @@ class Optimizer(nnx.Optimizer[_M]):
       axis_name: the mesh axis, or axes, over which the batch is split; ``None`` on one device, or
         if XLA reduces the gradients.
       shard_optimizer: see ``boostax.on_mesh``.
-      **more: other arguments of ``nnx.Optimizer``: ``graph``.
+      **more: the other argument of ``nnx.Optimizer``, which is ``graph``.
 
     Attributes:
       step: number of calls of ``update``, including skipped calls;
@@ -60,7 +60,7 @@ class Optimizer(nnx.Optimizer[_M]):
       opt_state: the state of ``tx``, in NNX variables. An assignment of arrays calls ``set_state``.
 
     Cost: as ``boostax.apply_gradients`` with ``tx``. With ``nnx.jit(donate_argnums=...)``, a
-    skipped step reads the params for the loss and writes no params.
+    skipped step reads the params only for the loss and writes no params.
 
     Raises:
       ValueError: ``axis_name`` is given and the params are not on a mesh, ``wrt`` matches no
@@ -152,21 +152,20 @@ class Optimizer(nnx.Optimizer[_M]):
         Args:
           loss_fn: ``loss_fn(model, *batch, **arguments)``; a scalar, or ``(loss, aux)``. Variables
             that the loss changes in the model (BatchNorm statistics, dropout counters) are averaged
-            over the replicas and keep the change, unless a new value is not finite. As in
-            ``nnx.value_and_grad``, the variables change even if a scaler skips the gradient.
+            over the replicas. The new values are kept, unless one of them is not finite. As in
+            ``nnx.value_and_grad``, the variables change even if a scaler skips the step.
           has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
-            ``boostax.Aux`` is combined, and any other aux is returned unchanged. With several
-            replicas, that aux is a ``PerReplica``, whose ``local`` has a leading dimension of
-            replicas.
-          **how: ``microbatches``, ``policy`` and ``dtype`` of
+            ``boostax.Aux`` is combined. Any other aux is not combined: with several replicas, it is
+            returned in a ``PerReplica``, whose ``local`` has a leading dimension of replicas.
+          **how: the arguments ``microbatches``, ``policy`` and ``dtype`` of
             ``boostax.value_and_grad``.
 
         Returns:
           ``fn(model, *batch, active=None, **arguments)`` that returns ``(loss, grads)``. The rows
           of ``batch`` are split over replicas and micro-batches, but ``arguments`` are not split.
-          ``active`` marks the params to differentiate; by default the params that the
-          ``scheduled_freeze`` in ``tx`` trains next. Cost: as ``boostax.value_and_grad``, and over
-          replicas one collective per call for each variable that the loss changes.
+          ``active`` selects the params to differentiate, by default the params that the
+          ``scheduled_freeze`` in ``tx`` trains next. Cost: as ``boostax.value_and_grad``. With
+          several replicas, each variable that the loss changes costs one more collective per call.
 
         Raises:
           ValueError: the loss adds or removes variables of the model, or sets params outside of
@@ -238,7 +237,7 @@ class Optimizer(nnx.Optimizer[_M]):
           **kwargs: arguments for ``tx.update``.
 
         Returns:
-          The change of the params. Cost: as the class. Inside ``nnx.jit``, an unused result costs
+          The change of the params. Cost: see the class. Inside ``nnx.jit``, an unused result costs
           nothing.
         """
         params = nnx.as_pure(nnx.state(model, self.wrt, **self.more))
@@ -284,18 +283,18 @@ class Optimizer(nnx.Optimizer[_M]):
     def migrate(
         self, model: _M, tx: optax.GradientTransformation, *, count: int | None = None
     ) -> Any:
-        """Change the chain in place by ``boostax.migrate_state``, outside of ``nnx.jit``.
+        """Replace the chain, and migrate the state by ``migrate_state``, outside of ``nnx.jit``.
 
         Args:
           model: the model that is trained.
-          tx: the new chain, as for the class.
+          tx: the new chain; see the class.
           count: the number of steps so far, from which new schedules continue.
 
         Returns:
           The ``MigrationReport``.
 
         Raises:
-          As ``boostax.migrate_state``. After an error, the optimizer is unchanged.
+          The errors of ``boostax.migrate_state``. After an error, the optimizer is unchanged.
         """
         from boostax.config.migrate import migrate_state
 

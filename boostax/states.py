@@ -37,11 +37,11 @@ _late(__name__)
 
 
 def enter_replica(opt_state: PyTree) -> PyTree:
-    """Remove the leading dimension of size 1, at the beginning of a function in ``shard_map``.
+    """Remove the replica dimension (of size 1), at the beginning of a function in ``shard_map``.
 
     Raises:
-      ValueError: the leading dimension has another size, because the state is for another number
-        of replicas.
+      ValueError: the replica dimension has another size, because the state is for another number of
+        replicas.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -56,7 +56,7 @@ def enter_replica(opt_state: PyTree) -> PyTree:
 
 
 def leave_replica(opt_state: PyTree) -> PyTree:
-    """Add the leading dimension again, at the end of a function in ``shard_map``.
+    """Add the replica dimension (of size 1) again, at the end of a function in ``shard_map``.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -83,21 +83,22 @@ def state_specs(
 
     A state leaf belongs to a param if the leaf's path ends with the param's path, and the shapes
     are equal: ``.inner_state[0].mu['dense']['kernel']`` belongs to ``params['dense']['kernel']``.
-    The leaf gets the param's spec, even if the leaf has one more leading dimension, as snapshots
-    and the components of a basis have. All other leaves are replicated. Inside a ``PerReplica``,
-    the replica axis is first. Matching by paths also works through ``optax.masked``, ``partition``
-    and ``inject_hyperparams``, which change the structure of the state.
+    The leaf may have one more leading dimension, as snapshots and the components of a basis have.
+    The leaf gets the param's spec, and all leaves without a param are replicated. Inside a
+    ``PerReplica``, each spec begins with the replica axis. Matching by paths also works through
+    ``optax.masked``, ``partition`` and ``inject_hyperparams``, which change the structure of the
+    state.
 
     Args:
       tx: the transformation whose ``init`` makes the state.
       params: arrays or ``jax.ShapeDtypeStruct``.
-      axis_name: the replica axis, or a tuple of axes. ``None`` is the axis of the step around the
-        call (``make_train_step``, ``on_mesh``).
-      param_specs: a tree of ``PartitionSpec`` shaped like ``params``; ``None`` if the params are
-        replicated.
+      axis_name: the replica axis, or a tuple of axes. With ``None``, the step that runs the call
+        (``make_train_step``, ``on_mesh``) supplies its own axis.
+      param_specs: a tree with the structure of ``params`` and a ``PartitionSpec`` for each leaf;
+        ``None`` if the params are replicated.
       replicas: the size of the replica axis; required with ``shard_optimizer``.
-      shard_optimizer: shard over the replicas every state leaf that has a param's shape and is
-        equal on all replicas, as ``make_train_step(shard_optimizer=True)`` does.
+      shard_optimizer: whether to shard over the replicas every state leaf that has a param's shape
+        and is equal on all replicas, as ``make_train_step(shard_optimizer=True)`` does.
 
     Returns:
       A tree of ``PartitionSpec`` with the structure of ``tx.init(params)``. Cost: an abstract
@@ -105,7 +106,7 @@ def state_specs(
 
     Raises:
       ValueError: ``param_specs`` and the params differ in the number of leaves, ``replicas`` is
-        missing, or ``axis_name`` is missing outside of a step.
+        missing, or ``axis_name`` is missing and no step runs the call.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax

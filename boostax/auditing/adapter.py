@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import what the audit needs from boostax: errors, steps, states and params.
 
-The other modules of this package import nothing else from boostax, so they read any program.
+The other modules of this package use the rest of boostax only through this module, so they can read
+any program.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ WHO = "audit"
 
 
 def window(args: tuple[PyTree, ...]) -> str:
-    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, if there is one."""
+    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, or an empty string."""
     states = (AccumulateState, optax.MultiStepsState)
     # The state of ``accumulate(every=1)`` has no window, but may contain the state of another
     # ``accumulate`` that has a window.

@@ -40,7 +40,7 @@ class Buffer:
 class Audit:
     """Collect the counts of a compiled program; ``print`` shows the counts as tables.
 
-    Counts are per call and device. If branches differ, a count is ``(least, most, held)``.
+    Counts are per call and device. A count that depends on branches is ``(least, most, held)``.
     ``least`` assumes the cheapest branch of every conditional (a skipped call). ``most`` assumes
     the most expensive branch (a call that applies). ``held`` assumes the cheapest branch only for
     windows (a call that leaves its window open). A loop with an unknown trip count adds nothing to
@@ -59,31 +59,32 @@ class Audit:
       gradients: the elements of ``reduced`` that are gradients or have an unknown use; see
         ``CompiledCollective.uses``.
       gathered: output elements of all-gathers.
-      wire_bytes: bytes that a device sends, by the formula of a ring.
+      wire_bytes: bytes that a device sends, by the formulas of ring algorithms.
       wire_dtypes: ``wire_bytes`` by dtype.
-      crossing_bytes: the part of ``wire_bytes`` sent to another slice, or to another host on a
-        single slice.
-      messages: the number of sequential messages of the collectives, between hosts if there are
-        several hosts.
-      network_bytes: the bytes of the messages with TCP's overhead; ``None`` without a network.
-      network_seconds: the time of the messages without overlap; ``None`` without a network.
+      crossing_bytes: the part of ``wire_bytes`` that is sent to another slice or, with a single
+        slice, to another host.
+      messages: the number of sequential messages of the collectives; with several hosts, only
+        messages between hosts.
+      network_bytes: the bytes of the messages with TCP's overhead; ``None`` without ``network``.
+      network_seconds: the time of the messages without overlap; ``None`` without ``network``.
       traffic: bytes that operations read and write in memory (HBM).
       cycles: the cycles that a TPU's compiler estimates, without communication; ``None`` for other
         machines.
-      temporary_bytes, argument_bytes, output_bytes, aliased_bytes: the sizes of buffers in XLA's
-        plan.
-      host_bytes: further bytes of arguments and temporaries in host memory, or ``None``.
+      temporary_bytes, argument_bytes, output_bytes, aliased_bytes: the sizes of buffers from
+        ``Compiled.memory_analysis()``.
+      host_bytes: further bytes of arguments and temporaries in host memory; ``None`` if there are
+        none.
       overlap: the share of ``wire_bytes`` in collectives with computation between start and end;
         ``None`` without collectives.
       flops: floating-point operations by XLA's count, which counts a loop body once; NaN if XLA
-        gives none.
+        gives no count.
       unknown_loops: loops with an unknown trip count.
       compile_seconds: the time of compilation; NaN if the program was compiled before.
-      findings: waste, each with a fix.
-      window: the path of a window's state in the arguments if ``calls`` is 1, because counts are
-        then per call and not per optimizer step; else empty.
-      advice: the technique that reached a loss first in boostax's records of a similar network;
-        empty without a network.
+      findings: the waste that was found, with fixes.
+      window: the path of a window's state in the arguments, if ``calls`` is 1 and the counts are
+        thus per call, not per optimizer step; else empty.
+      advice: the technique that reached a fixed loss first in boostax's records of another program,
+        at the rate nearest to that of ``network``; empty without ``network``.
       text: the HLO text of the program.
       unit: the argument that contains the params.
     """
@@ -125,14 +126,14 @@ class Audit:
     advice: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Return the sum over a step: ``calls - 1`` calls of an open window and an applied call."""
+        """Return the sum of ``calls - 1`` calls that leave a window open, and an applied call."""
         return ways.most + ((self.calls - 1) * ways.held if self.calls > 1 else 0)
 
     @property
     def reductions(self) -> float:
         """Return gradient elements reduced per optimizer step, as a multiple of the params.
 
-        The value 1 means that each gradient is reduced once. Reductions of unknown use are counted.
+        The value 1 means that each gradient is reduced once. Elements of unknown use are counted.
         """
         return self.per_step(self.gradients) / self.params if self.params else math.nan
 
@@ -178,11 +179,11 @@ def audit(
       program: a program, as above.
       *args: the program's arguments; none if the program is lowered or compiled.
       target: see ``boostax.auditing.target_devices``; ``None`` for the devices of the arguments,
-        which may be target devices. A program over a present mesh can be moved to a target with the
-        same number of devices.
-      params: the tree whose size is the unit of counts, or the number of an argument, by default
-        0. The unit is then the argument's ``.params``, or else the argument itself. ``jax.pmap``
-        stacks its params, so pass one replica's params.
+        which may be target devices. A program over a mesh of present devices can be moved to a
+        target with as many devices.
+      params: the tree whose size is the unit of counts, or the number of an argument, by default 0.
+        For a number, the unit is the argument's ``.params``, or else the argument itself. A
+        function of ``jax.pmap`` gets stacked params, so pass one replica's params.
       calls: calls per optimizer step, which is the length of the window of ``boostax.accumulate``
         or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
@@ -190,9 +191,9 @@ def audit(
       turns: the trip count of loops whose trip count the program does not show, such as a
         ``while_loop`` with an argument as its bound. Without ``turns``, counts inside such loops
         are infinite.
-      network: the rate of each device's link in each direction, and the latency of a message:
-        ``"100Mbit"``, ``"1Gbit, 0.1 ms"``. The audit then estimates the seconds of a call's
-        collectives without overlap, and names the technique that reached a loss first at this rate.
+      network: the rate of each device's link in each direction, and the latency of a message, such
+        as ``"100Mbit"`` or ``"1Gbit, 0.1 ms"``. The audit then estimates the seconds of a call's
+        collectives without overlap, and sets ``Audit.advice``.
       **kwargs: keyword arguments of a ``TrainStep`` call, which the step passes to the loss.
 
     Returns:
@@ -200,8 +201,8 @@ def audit(
       minute with scanned layers, several minutes without a scan.
 
     Raises:
-      ValueError, TypeError: an unknown target or program, or a program that cannot be moved; an
-        argument as params that contains an optimizer's state or no floating array.
+      ValueError, TypeError: an unknown target or program, or a program that cannot be moved; the
+        argument with the number ``params`` contains an optimizer's state or no floating array.
       RuntimeError: the compiler of the target is not installed.
 
     Example:
@@ -290,7 +291,7 @@ def _totals(
 
 
 def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:
-    """Return the tree whose size is the unit of counts, and which argument it is."""
+    """Return the tree whose size is the unit of counts, and a text that names its argument."""
     if not isinstance(params, int | None) or (params is None and not args):
         return params, ""
     number = params or 0

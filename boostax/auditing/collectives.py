@@ -46,29 +46,30 @@ class CompiledCollective:
     Attributes:
       kind: ``all-reduce``, ``reduce-scatter`` (on a TPU also an all-reduce and a slice in one
         fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
-      does: the kind, except for the permutes by which a TPU's compiler gathers weights or scatters
-        gradients in a windowed matrix product; the permutes have the kind of the collective that
-        they form.
+      does: the kind, except for some permutes: a TPU's compiler gathers weights or scatters
+        gradients in a windowed matrix product with permutes. Such a permute has the kind of the
+        collective that the permutes form together.
       dtypes: dtypes of the elements in the compiled program; for elements packed in u32, the
         unpacked dtype.
-      elements: elements per execution and device: of the operands, or of the result of an
-        all-gather.
+      elements: elements per execution and device, in the operands or, for an all-gather, in the
+        result.
       operands: the elements of each array.
       bytes: bytes of the operands per execution and device.
       by_dtype: ``bytes`` by dtype.
       uses: elements per execution by use: ``"gradients"``, ``"activations"`` of a sharded model,
-        products of the ``"optimizer"``, or ``"unknown"``.
+        matrix products of the ``"optimizer"``, or ``"unknown"``.
       executions: executions per call, the product of the trip counts of ``loops``; infinite if a
         trip count is unknown.
       devices: devices in a group.
       axes: the mesh axes that the collective runs over; empty if unknown.
       crosses: ``"slice"`` or ``"host"`` if a group spans several slices or hosts, else ``""``.
-      branches: the branches around the collective, outermost first; empty if every call runs it.
+      branches: the branches around the collective, outermost first; empty if every call runs the
+        collective.
       loops: the loops around the collective.
-      widened: whether the compiler widened the dtype of the JAX program.
-      overlapped: whether computation is scheduled between the start and the end.
+      widened: whether the compiler widened the dtype that the collective has in the JAX program.
+      overlapped: whether computation is scheduled between the collective's start and end.
       source: ``file:line``, if the compiler kept the source location.
-      name: the name of JAX's operation: ``jit(step)/shard_map/psum``.
+      name: the name of JAX's operation, such as ``jit(step)/shard_map/psum``.
     """
 
     kind: str
@@ -92,7 +93,7 @@ class CompiledCollective:
 
     @property
     def wire_bytes(self) -> float:
-        """Return the bytes that each device sends per call, by the formula of a ring."""
+        """Return the bytes that each device sends per call, by the formula of a ring algorithm."""
         return repeated(self.bytes * RING[self.kind](self.devices), self.executions)
 
 
@@ -132,7 +133,7 @@ def compiled_collectives(
 
 
 def _widened(program: Program, site: Site) -> bool:
-    """Return whether the compiler widened the operand, by a conversion without a name of JAX."""
+    """Return whether the operand is a widening conversion that the compiler added."""
     body = program.computations[site.computation]
     i = body[site.instruction.operands[0]]
     if i.op == "fusion":
@@ -197,12 +198,12 @@ def _collective(
 def _with_uses(
     program: Program, site: Site, c: CompiledCollective, sizes: Collection[int], across: bool
 ) -> CompiledCollective:
-    """Determine the uses of a reduction's elements, and a missing source line from its gradients.
+    """Determine the uses of a reduction's elements; its gradients provide a missing source line.
 
     Names of operations distinguish the forward pass, the backward pass and the optimizer. A result
-    of a pass counts as activations if at least two conditions are met: the result belongs to the
-    forward pass, the batch is not sharded over the reduction's axes (``across``), and the result's
-    size is not among the ``sizes`` of gradients.
+    of the forward or backward pass counts as activations if at least two of three conditions are
+    met: the result belongs to the forward pass, the batch is not sharded over the reduction's axes
+    (``across``), or the result's size is not among the ``sizes`` of gradients.
     """
     uses = collections.Counter[str]()
     most = (0, "")
@@ -222,9 +223,11 @@ def _with_uses(
 
 
 def _stage(program: Program, i: Instruction, is_collective: bool) -> str:
-    """Return whether an operation belongs to the forward pass, backward pass or optimizer.
+    """Return the stage of an operation: ``"forward"``, ``"backward"`` or ``"optimizer"``.
 
-    An operation named after the forward pass may compute a gradient, unless it is a product.
+    The result is empty if the operation's name does not determine the stage. An operation with a
+    name of the forward pass may compute a gradient, unless the operation is a matrix product or a
+    convolution.
     """
     name = i.attribute(r'op_name="([^"]*)"')
     product = name.endswith(("/dot_general", "/conv_general_dilated"))
@@ -236,7 +239,7 @@ def _stage(program: Program, i: Instruction, is_collective: bool) -> str:
 
 
 def _origins(program: Program, site: Site, name: str, n: int) -> Iterator[tuple[Instruction, int]]:
-    """Yield the instructions that computed the parts of an operand, and each part's elements."""
+    """Yield the instructions that computed the parts of an operand, and each part's size."""
     body = program.computations[site.computation]
     i = body[name]
     root = program.root(i.called[0]) if i.op in ("fusion", "call") else None
@@ -255,7 +258,7 @@ def _origins(program: Program, site: Site, name: str, n: int) -> Iterator[tuple[
 
 
 def _overlapped(program: Program, site: Site) -> bool:
-    """Return whether computation is scheduled between a start and its end."""
+    """Return whether computation is scheduled between a collective's start and its end."""
     if site.caller is not None and site.caller.instruction.op == "async-start":
         site = site.caller
     start = site.instruction
@@ -311,7 +314,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _span(groups: Groups, mesh: Mesh | None) -> tuple[tuple[str, ...], str]:
-    """Return the mesh axes that groups span, and whether they span slices or hosts."""
+    """Return the mesh axes that groups span, and whether groups span slices or hosts."""
     if mesh is None:
         return (), ""
     indices = [np.transpose(np.unravel_index(group, mesh.devices.shape)) for group in groups]
@@ -339,9 +342,9 @@ def slice_axes(mesh: Mesh | None) -> tuple[str, ...]:
 
 
 def _gradient_sizes(shapes: Shapes, mesh: Mesh | None, unsharded: Collection[str] = ()) -> set[int]:
-    """Return the possible sizes of a gradient on a device: a leaf, a layer or a shard.
+    """Return the possible sizes of a gradient on a device: of a leaf, a layer or a shard.
 
-    Gradients are not sharded over the axes ``unsharded``.
+    Gradients are assumed not to be sharded over the axes ``unsharded``.
     """
     sizes = () if mesh is None else [n for axis, n in mesh.shape.items() if axis not in unsharded]
     shards = {math.prod(factors) for factors in itertools.product(*((1, n) for n in sizes))}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print the audit of a compiled program: ``boostax audit module:function``.
 
-The function returns the program and its arguments, such as (step, state, batch). Arguments may be
-jax.ShapeDtypeStruct. If the function has a parameter, boostax passes the devices of the target, or
+The function must return the program and its arguments, such as (step, state, batch). Arguments may
+be jax.ShapeDtypeStruct. If the function has a parameter, it receives the devices of the target, or
 else the present devices.
 """
 
@@ -56,7 +56,7 @@ def print_audit(argv: Sequence[str]) -> int:
 
 
 def _exceeded(options: argparse.Namespace, result: Audit) -> Iterator[str]:
-    """Yield the limits that are exceeded."""
+    """Yield a text for each limit that the audit exceeds."""
     if result.window and options.max_reductions is not None:
         text = f"a call is not an optimizer step, because a window is open ({result.window})."
         yield f"{text} Pass --calls, the number of calls per optimizer step."
@@ -79,7 +79,7 @@ def _exceeded(options: argparse.Namespace, result: Audit) -> Iterator[str]:
 
 @contextlib.contextmanager
 def without_compiler_logs() -> Generator[None]:
-    """Hide the compilers' logs on the stderr descriptor; print them after errors of other packages.
+    """Hide the compilers' logs on the stderr descriptor, unless another package raises an error.
 
     Python's writes to ``sys.stderr``, such as warnings, are shown.
     """

@@ -45,9 +45,9 @@ class Array(NamedTuple):
     """Describe an array type.
 
     Attributes:
-      dtype: its dtype in HLO: ``f32``, ``s8``, ``pred``.
+      dtype: the dtype in the notation of HLO: ``f32``, ``s8``, ``pred``.
       elements: the number of elements.
-      on_chip: whether it is in a TPU's vector memory and not in HBM.
+      on_chip: whether the array is in a TPU's vector memory and not in HBM.
     """
 
     dtype: str
@@ -65,13 +65,14 @@ class Instruction:
     """Describe a line of a computation.
 
     Attributes:
-      name: its name, unique in the program.
+      name: the name of the instruction, unique in the program.
       op: the operation: ``fusion``, ``all-reduce-start``, ...
-      result: the arrays that it returns.
-      operands: names of the instructions whose results it reads.
-      literal: the value of a constant, which HLO writes in place of operands.
+      result: the arrays that the instruction returns.
+      operands: names of the instructions whose results the instruction reads.
+      literal: the value of a constant or the number of a parameter, which HLO writes in place of
+        operands.
       attributes: the rest of the line.
-      root: whether it is the result of its computation.
+      root: whether the instruction is the result of its computation.
     """
 
     name: str
@@ -83,13 +84,13 @@ class Instruction:
     root: bool
 
     def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern in the attributes; empty if it does not match."""
+        """Return the first group of a pattern in the attributes; empty without a match."""
         match = re.search(pattern, self.attributes)
         return match.group(1) if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Return the computations that it runs; for a conditional, its branches by index."""
+        """Return the computations that are run; for a conditional, the branches by index."""
         keys = "to_apply" if self.op == "call" else _BODIES
         bodies = re.findall(rf"\b({keys})=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
         return tuple(name for _, names in sorted(bodies) for name in _REFERENCE.findall(names))
@@ -102,11 +103,11 @@ class Site(NamedTuple):
       instruction: the instruction.
       computation: the name of its computation.
       caller: the site that runs the computation; ``None`` in the entry computation.
-      executions: how often a call that takes these branches runs the instruction; infinite in a
-        loop with an unknown trip count.
+      executions: how often a call that takes ``branches`` runs the instruction; infinite in a loop
+        with an unknown trip count.
       branches: the branches around the instruction, outermost first, as ``conditional:index``.
       loops: the loops around the instruction, outermost first.
-      fused: whether it is part of a fusion.
+      fused: whether the instruction is part of a fusion.
     """
 
     instruction: Instruction
@@ -119,16 +120,16 @@ class Site(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """Sum counts along a program whose branches differ.
+    """Sum counts over a program whose branches have different counts.
 
     Attributes:
       least: the sum if each conditional takes its cheapest branch, as in a skipped call. Loops with
         an unknown trip count add nothing.
       most: the sum if each conditional takes its most expensive branch, as in a call that applies.
         The sum is infinite if a loop with an unknown trip count contributes.
-      held: the sum if windows take their cheapest branch and other conditionals their most
-        expensive branch, as in a call that is added to an open window. The sum is infinite like
-        ``most``.
+      held: the sum if windows take their cheapest branch and other conditionals take their most
+        expensive branch, as in a call that leaves its window open. The sum is infinite under the
+        same condition as ``most``.
     """
 
     least: float
@@ -157,7 +158,7 @@ class Program:
       entry: the computation that a call runs.
       devices: the number of devices that run the program.
       aliased: the numbers of the arguments whose buffers results reuse.
-      tables: the tables of source locations: rows by heading and number.
+      tables: the tables of source locations: each row by the table's heading and the row's number.
       trip_count: the trip count of loops whose trip count the program does not show; ``None`` if
         unknown.
     """
@@ -175,7 +176,7 @@ class Program:
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
-        """Yield the sites of the computation that the caller runs as number ``index``."""
+        """Yield the sites of a computation, which is the caller's computation ``index``."""
         executions, branches, loops, fused = caller[3:] if caller else (1, (), (), False)
         if caller is not None:
             outer = caller.instruction
@@ -193,7 +194,7 @@ class Program:
                 yield from self._walk(called, site, number)
 
     def total(self, amounts: Iterable[tuple[Sequence[str], float]]) -> Ways:
-        """Sum amounts on the paths of ``Ways`` through the branches.
+        """Sum amounts along the three choices of branches that ``Ways`` describes.
 
         Args:
           amounts: pairs ``(branches, amount)``, where the amount includes all executions.
@@ -222,9 +223,9 @@ class Program:
     def _conditionals(self) -> Mapping[str, tuple[int, bool]]:
         """Return each conditional's number of branches, and whether it is a window.
 
-        A window accumulates calls by count, and is identified by the scope of its transformation.
-        If the program has no window of boostax, every conditional that is not boostax's may be a
-        window.
+        A window is the conditional of an accumulation over calls; the named scope of its
+        transformation identifies it. If the program has no window of boostax, every conditional
+        that is not boostax's counts as a window.
         """
         instructions = (i for body in self.computations.values() for i in body.values())
         conditionals = [i for i in instructions if i.op == "conditional"]
@@ -281,7 +282,7 @@ class Program:
         return _Value(None, math.nan)
 
     def _initial(self, site: Site | None, value: _Value) -> float:
-        """Return a carried value at the start of a loop; an outer loop may carry the value, too."""
+        """Return a carried value at the start of a loop; an outer loop may carry the same value."""
         if value.element is None:
             return value.offset
         if site is None or site.instruction.op != "while":
@@ -333,7 +334,7 @@ def parse(text: str, trip_count: int | None = None) -> Program:
 
 
 def unreadable(subject: str, allowed: str, got: object) -> RuntimeError:
-    """Return the error for text of an unknown form, which must not be ignored."""
+    """Return the error for HLO text of an unknown form, which would make counts wrong."""
     text = f"audit: {subject} of JAX {jax.__version__} must be {allowed}, got {got!r}. "
     text += "The audit would be incomplete. Install versions that were tested together: "
     return RuntimeError(f"{text}pip install -c constraints.txt . in a checkout.")

@@ -42,7 +42,7 @@ class Network:
 
     @property
     def advice(self) -> str:
-        """Return the technique that reached a loss first in the records, at the nearest rate."""
+        """Return the technique that reached a fixed loss first, on record at the nearest rate."""
         record = checks.table("boostax.auditing", "network")
         nearest = min(record["first"], key=lambda x: abs(math.log(x["rate"] / self.rate)))
         rate = f"{nearest['rate'] / 1e6:g} Mbit/s"
@@ -57,7 +57,7 @@ def on_wire(
     """Yield branches, bytes with TCP's overhead, and sequential messages of each collective.
 
     Args:
-      listed: the collectives. If some cross hosts, the others do not wait for the network.
+      listed: the collectives. If some collectives cross hosts, only these collectives are counted.
       per_operand: whether each operand is a separate message, as between processes on CPUs.
     """
     for c in [c for c in listed if c.crosses] or listed:

@@ -44,7 +44,7 @@ def number(value: float, places: int = 0) -> str:
 
 
 def _headline(audit: Audit) -> str:
-    """Name the machine and the unit of counts, and sum up the program."""
+    """Name the machine and the unit of counts, and summarize the program."""
     unit = f" ({audit.unit})" if audit.unit else ""
     params = f"{audit.params:,} params{unit}" if audit.params else "params not known"
     devices = f"{audit.devices} device{'s' * (audit.devices > 1)}"
@@ -66,7 +66,7 @@ def _headline(audit: Audit) -> str:
 
 
 def _total_cells(audit: Audit) -> Cells:
-    """Return totals per call and device: for a skipped or accumulated call, and an applied one."""
+    """Return totals per device, for a skipped or accumulated call and for an applied call."""
     cells: Cells = [("per call and device", "held", "applied", "of the params")]
     printed = ((x.name, *row) for x in dataclasses.fields(audit) for row in x.metadata.items())
     for name, label, unit in printed:

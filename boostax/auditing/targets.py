@@ -3,11 +3,11 @@
 
 JAX's compilers run without their devices. ``jax.experimental.topologies`` describes the devices,
 and a program that is lowered for shapes on a mesh of these devices compiles as on the machine
-itself. A TPU needs the package ``libtpu``. A GPU needs ``jax-cuda12-plugin``, but no driver and no
-CUDA. In a checkout, ``pip install '.[aot]'`` installs both packages. A program over a present mesh
-can be moved to a target: ``jax.export`` lowers the program for the target's platform, and the
-exported call is compiled over an equal mesh of the target's devices, with the same specs and
-donation.
+itself. The compiler for a TPU needs the package ``libtpu``. The compiler for a GPU needs
+``jax-cuda12-plugin``, but no driver and no CUDA. In a checkout, ``pip install '.[aot]'`` installs
+both packages. A program over a mesh of present devices can be moved to a target. ``jax.export``
+lowers the program for the target's platform. The exported call is then compiled over an equal mesh
+of the target's devices, with the same specs and donation.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ def target_devices(target: str) -> tuple[Any, ...]:
 
     Args:
       target: for TPUs, ``"v5e:2x4"`` for a slice of eight v5e, ``"v5e:4x4*2"`` for two slices of
-        sixteen, likewise ``v4``, ``v5p`` and ``v6e`` in their existing shapes. For GPUs,
-        ``"h100:1x1x8"`` for slices x hosts x GPUs per host, likewise ``h200`` and ``a100``.
+        sixteen v5e; ``v4``, ``v5p`` and ``v6e`` likewise, in the shapes that exist. For GPUs,
+        ``"h100:1x1x8"`` for slices x hosts x GPUs per host; ``h200`` and ``a100`` likewise.
 
     Returns:
       The devices, slice by slice. A ``jax.sharding.Mesh`` of these devices can be used in shardings
-      of ``jax.ShapeDtypeStruct``, and to lower and compile train steps, but programs cannot run on
+      of ``jax.ShapeDtypeStruct``, and to lower and compile train steps. Programs cannot run on
       these devices. The present devices remain available.
 
     Raises:

@@ -2,9 +2,10 @@
 """Count the bytes that a compiled program reads from memory and writes to memory.
 
 Each operation of the schedule reads its operands once and writes its results once; arrays in a
-TPU's vector memory cost nothing. A fusion that only slices an operand reads the slice, and a fusion
-that updates a slice in place writes the slice, so a scan over stacked layers reads the stack once.
-An Adam step on P bytes of params moves 7 P bytes, as a count by hand gives.
+TPU's vector memory are not counted. A fusion that only slices an operand reads only the slice, and
+a fusion that updates a slice in place writes only the slice. So a scan over stacked layers reads
+the stack once. By this count, an Adam step on P bytes of params moves 7 P bytes, which agrees with
+a count by hand.
 """
 
 from collections.abc import Iterable, Mapping
@@ -60,7 +61,7 @@ def _bytes(program: Program, site: Site) -> float:
 
 
 def _fusion(body: Mapping[str, Instruction], i: Instruction, sizes: Mapping[str, float]) -> float:
-    """Count the bytes of a fusion; operands that it slices or updates count only their slices."""
+    """Count the bytes of a fusion; of an operand that it slices or updates, only slices count."""
     parameters = {int(x.literal): x.name for x in body.values() if x.op == "parameter"}
     read = in_place = 0.0
     counted: set[str] = set()
@@ -78,7 +79,7 @@ def _fusion(body: Mapping[str, Instruction], i: Instruction, sizes: Mapping[str,
 
 
 def _slice_of(body: Mapping[str, Instruction], user: Instruction, name: str) -> tuple[str, float]:
-    """Return whether an instruction slices an array or updates its slice, and the slice's bytes."""
+    """Return how an instruction uses an array, such as ``"slice"``, and the bytes of the slice."""
     is_sliced = user.operands[0] == name and name not in user.operands[1:]
     if is_sliced and user.op in _SLICES:
         return "slice", user.result[0].bytes

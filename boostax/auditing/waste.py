@@ -45,13 +45,13 @@ _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
 def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Iterator[Waste]:
-    """Yield findings of each kind of waste, the most expensive first.
+    """Yield findings for each kind of waste, with the most expensive place of the kind.
 
     Args:
       audit: the audit.
       program: the program.
       shapes: the shapes of the params.
-      module: the module of the program's type.
+      module: the name of the module that defines the program's type.
     """
     known = [c for c in audit.collectives if math.isfinite(c.executions)]
     if unknown := [c for c in audit.collectives if not math.isfinite(c.executions)]:
@@ -107,7 +107,7 @@ def _sent(program: Program, collectives: Collectives) -> float:
 
 
 def _waste(name: str, c: CompiledCollective | None = None, **values: object) -> Waste:
-    """Return a finding with its texts filled in; ``c`` is the collective that it is about."""
+    """Return a finding with its texts filled in; ``c`` is the collective that causes the waste."""
     values["over"] = f", over {' and '.join(map(repr, c.axes))}" if c and c.axes else ""
     what, fix = (WORDS[name][key].format(**values) for key in ("what", "fix"))
     return Waste(what, c.source if c else "", fix)

@@ -50,7 +50,7 @@ class MultiStepsState(NamedTuple):
 
     @property
     def acc_grads(self) -> PyTree:
-        """Mean or sum of the open window; ``None`` for windows of one micro-step."""
+        """Mean or sum of an open window's gradients; ``None`` for windows of one micro-step."""
         state = self.window
         window = state.window.local if isinstance(state.window, PerReplica) else state.window
         share = 1.0 / jnp.maximum(state.micro_step, 1) if self._is_mean else 1.0
@@ -65,7 +65,7 @@ class MultiStepsState(NamedTuple):
 
 
 class MultiStepsSumState(MultiStepsState):
-    """State of ``MultiSteps`` with ``use_grad_mean=False``; only ``acc_grads`` differs.
+    """State of ``MultiSteps`` with ``use_grad_mean=False``; its ``acc_grads`` is a sum.
 
     Attributes:
       gate_state: see ``MultiStepsState``.
@@ -75,44 +75,45 @@ class MultiStepsSumState(MultiStepsState):
 
 
 class MultiSteps:
-    """Accumulate gradients as ``optax.MultiSteps`` does; ``opt`` runs once per window, in a branch.
+    """Accumulate gradients as ``optax.MultiSteps`` does; a branch runs ``opt`` once per window.
 
     With ``boostax.all_reduce`` in ``opt`` and local gradients (``axis_name``), the replicas reduce
     once per window. A NaN in one window does not reach the next window. With
-    ``boostax.apply_gradients``, a micro-step writes no params.
+    ``boostax.apply_gradients``, only the last micro-step of a window writes params.
 
     Differences from Optax:
 
     * ``opt`` computes in f32 or wider, and updates have the dtypes of the params.
-    * ``gradient_step`` and ``has_updated`` do not count windows that a gate in ``opt`` skipped.
-    * ``has_updated`` does not count calls that ``should_skip_update_fn`` skipped.
+    * After a window that a gate in ``opt`` skipped, ``gradient_step`` does not increase and
+      ``has_updated`` returns False.
+    * After a call that ``should_skip_update_fn`` skipped, ``has_updated`` returns False.
     * ``acc_grads`` is ``None`` for windows of one micro-step.
     * A line search, and windows of less than one micro-step, are refused.
 
     Args:
       opt: the optimizer.
       every_k_schedule: micro-steps per window, or a function of the number of applied windows.
-      use_grad_mean: whether ``opt`` receives the mean or the sum of a window.
+      use_grad_mean: whether ``opt`` receives the mean of a window's gradients, and not their sum.
       should_skip_update_fn: ``fn(updates, gradient_step, params) -> (skip, skip_state)``, such as
         ``optax.skip_not_finite``. A skipped micro-step changes only ``skip_state``. With
-        ``axis_name``, all replicas skip if one replica skips, and the largest ``skip_state`` is
-        kept on all replicas.
+        ``axis_name``, all replicas skip if one replica skips, and all replicas keep the largest
+        value of each number in ``skip_state``.
       accumulator_dtype: dtype of the sum.
       axis_name: replica axis (or axes); gradients are then local, see
-        ``boostax.train.local_params``. With ``None``, a train step supplies the step's axis if a
-        part in ``opt`` reduces; elsewhere there is no axis.
+        ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if a part
+        of ``opt`` reduces; without a train step, there are no replicas.
 
     Attributes:
       inner_opt: the optimizer.
       init: makes a ``MultiStepsState``.
       update: as in Optax. Pass ``gradient_transformation()`` to ``boostax.apply_gradients``,
         ``make_train_step`` and ``flush``. Cost: as ``accumulate``, and the reads of
-        ``should_skip_update_fn``. With ``axis_name``, that function also costs 4 bytes on the wire
-        per call and per number in ``skip_state``.
+        ``should_skip_update_fn``. With ``axis_name``, that function also sends 4 bytes per call,
+        and 4 bytes for each number in ``skip_state``.
 
     Raises:
       ValueError, TypeError: a window of less than one micro-step, or an error of ``accumulate``; at
-        trace time, a skip that is not a bool scalar.
+        trace time, a ``skip`` that is not a bool scalar.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax
@@ -168,7 +169,7 @@ class MultiSteps:
 def _skipping(
     tx: optax.GradientTransformation, skips: ShouldSkip, axis_name: axes.AxisName | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Put a gate around the window; the gate keeps ``(gradient_step, skip_state)``."""
+    """Put a gate around the window; the gate's state has ``(gradient_step, skip_state)``."""
     names = axes.canonical("MultiSteps", axis_name)
 
     def rule(grads: Pending, state: PyTree, params: PyTree) -> tuple[jax.Array, PyTree]:
@@ -193,7 +194,7 @@ def _renamed(
     wrap: Callable[..., PyTree],
     unwrap: Callable[..., PyTree] = operator.attrgetter("gate_state"),
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a gate whose state is the field ``gate_state`` of a state that ``wrap`` makes."""
+    """Return ``tx`` with its state in ``gate_state`` of the state that ``wrap`` makes."""
     update: Any = tx.update
 
     @describe(who, "nothing", inner={"gate_state": tx})
@@ -211,12 +212,13 @@ def _renamed(
 
 
 class ApplyIfFiniteState(NamedTuple):
-    """State of ``apply_if_finite``, read by the names of Optax's fields.
+    """State of ``apply_if_finite``, with Optax's field names as properties.
 
     A bad step is a step whose gradients are not finite.
 
     Attributes:
-      gate_state: state of the gate, with the inner state, and in ``rule_state`` the rule's counts.
+      gate_state: state of the gate: ``inner_state`` is the state of ``inner``, and ``rule_state``
+        has the counts of bad steps.
     """
 
     gate_state: GateState
@@ -239,10 +241,11 @@ def apply_if_finite(
     """Skip steps whose gradients are not finite, up to a number of such steps in a row.
 
     This is ``optax.apply_if_finite`` as a gate. With ``boostax.apply_gradients``, a skipped step
-    writes no params. With ``axis_name``, the replicas agree. After ``max_consecutive_errors``
-    skipped steps, bad gradients are applied, as Optax documents; ``skip_bad_steps(inner)`` never
-    applies bad gradients. Unlike in Optax, ``inner`` computes in f32 or wider, updates have the
-    dtypes of the params, and gradients of integers are refused.
+    writes no params. With ``axis_name``, all replicas skip if one replica has bad gradients. After
+    ``max_consecutive_errors`` skipped steps in a row, bad gradients are applied, as Optax
+    documents; ``skip_bad_steps(inner)`` never applies bad gradients. Unlike in Optax, ``inner``
+    computes in f32 or wider, updates have the dtypes of the params, and gradients of integers are
+    refused.
 
     Args:
       inner: the optimizer.

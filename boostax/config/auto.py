@@ -41,9 +41,9 @@ class Boost:
         in MindSpore.
       factories: the user's factories by name, each with the key of the part that it replaces or
         follows.
-      strict: whether the chain and the step must contain every part that is on. If False, as for a
-        MindSpore dictionary, a reduction is left out without replicas, and LessBN is left out if it
-        would change nothing.
+      strict: whether the chain and the step must contain every part that the configuration switches
+        on. If False, as for a MindSpore dictionary, a reduction is left out with a single replica,
+        and LessBN is left out if it would change nothing.
     """
 
     config: keys.Data
@@ -72,31 +72,33 @@ class Boost:
     ) -> Chain:
         """Build the whole chain around an optimizer, with its parts in the recommended order.
 
-        The order, outermost first: freezing, carried leaves, the check of replicas, loss scaling,
-        the window (or the window, then scaling), the average of the params, storage in fewer bytes,
-        the recorder of snapshots, the reduction, centralization, clipping, the check of updates,
-        ``inner``. A reduction around the optimizer (``"adasum-delta"``, ``"by-shape"``,
-        ``"partial"``, ``"local"``) is also around centralization and clipping.
+        The order is, outermost first: freezing, carried leaves, the check of replicas, loss scaling
+        and the window (with ``drop: "window"``, the window and loss scaling), the average of the
+        params, storage in fewer bytes, the recorder of snapshots, the reduction, centralization,
+        clipping, the check of updates, ``inner``. A reduction around the optimizer
+        (``"adasum-delta"``, ``"by-shape"``, ``"partial"``, ``"local"``) also wraps centralization
+        and clipping.
 
-        A ``dim_reduce`` from files replaces the chain inside the loss scaler; ``inner`` then trains
-        the part outside of the span, unless ``residual_rate`` selects SGD.
+        A ``dim_reduce`` from files replaces the chain inside the loss scaler. The part of the
+        gradient outside of the span of its basis is then the input of ``inner``, or of SGD if
+        ``residual_rate`` is set.
 
         Args:
           inner: any optimizer, without collectives.
-          params: the params or their shapes, which are needed if groups are given by a number or
-            files are read.
+          params: the params or their shapes; needed if groups are given as a number or files are
+            read.
           axis_name: the replica axis (or axes); ``None`` means a single replica.
           less_bn: if LessBN is on, the report that ``model`` returned.
 
         Returns:
-          A transformation. Cost: that of the parts. The policy, micro-batches and LessBN
+          A transformation. Cost: the sum over the parts. The policy, micro-batches and LessBN
           (``model``) are not in the chain.
 
         Raises:
-          ValueError, TypeError: no params although groups are a number or files are read; fewer
-            layers than groups; a reduction other than the mean without an axis; parts that a
-            ``dim_reduce`` from files excludes; at trace time, replica axes other than those of
-            ``mesh`` if servers are combined.
+          ValueError, TypeError: ``params`` is missing although groups are a number or files are
+            read; fewer layers than groups; a reduction other than the mean without an axis; parts
+            that a ``dim_reduce`` from files excludes; at trace time, replica axes other than those
+            of ``mesh`` if servers are combined.
         """
         finish = self.config.get("dim_reduce", {})
         checks.transformation("Boost.optimizer", "inner", inner)
@@ -124,9 +126,10 @@ class Boost:
           devices: the devices of the replicas; ``None`` means ``jax.devices()``.
 
         Returns:
-          A mesh with the axis ``"data"``. If a number ``within`` (MindSpore's ``device_number``) is
-          below the number of devices, a mesh with the axes ``"server"`` and ``"data"``. Pass the
-          mesh to other calls as ``mesh=mesh, axis_name=mesh.axis_names``. Cost: none.
+          A mesh with the axis ``"data"``. If the configuration has a number ``within`` (MindSpore's
+          ``device_number``) below the number of devices, a mesh with the axes ``"server"`` and
+          ``"data"``. Pass the mesh to other calls as ``mesh=mesh, axis_name=mesh.axis_names``.
+          Cost: none.
 
         Raises:
           ValueError: a number of devices that is not a multiple of ``within``.
@@ -166,17 +169,17 @@ class Boost:
         Args:
           loss_fn: see ``boostax.make_train_step``.
           inner: see ``optimizer``.
-          params: see ``optimizer``; ``step.init`` needs them again.
+          params: see ``optimizer``; ``step.init`` needs the params again.
           less_bn: if LessBN is on, the report that ``model`` returned.
-          **options: options of ``boostax.make_train_step``, such as ``mesh``. The chain gets
-            its ``axis_name``, too.
+          **options: options of ``boostax.make_train_step``, such as ``mesh``. The chain also gets
+            the option ``axis_name``.
 
         Returns:
           A ``TrainStep``. Cost: see ``boostax.make_train_step``.
 
         Raises:
-          ValueError, TypeError: as ``boostax.make_train_step`` and ``optimizer``; no ``less_bn``
-            although LessBN is on, or params of another model.
+          ValueError, TypeError: as ``boostax.make_train_step`` and ``optimizer``; ``less_bn`` is
+            missing although LessBN is on, or describes another model than ``params``.
         """
         is_on = "less_bn" in self.config
         require(is_on or less_bn is None, "less_bn_off", less_bn)
@@ -195,16 +198,17 @@ class Boost:
     def finish(
         self, source: PyTree, params: PyTree, *, residual: Tx | None = None, axis_name: Axes = None
     ) -> Chain:
-        """Build the transformation that ends a run: ``dim_reduce``, inside the loss scaler.
+        """Build the transformation for the end of a run: ``dim_reduce``, inside the loss scaler.
 
-        The transformation needs gradients without a window, freezing or clipping. Pass it to
-        ``boostax.make_train_step``, with ``policy`` and larger batches.
+        The transformation needs gradients that no window, freezing or clipping has changed. Pass it
+        to ``boostax.make_train_step``, with ``policy`` and larger batches.
 
         Args:
           source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
-          params: the current params; with a state they become the latest snapshot.
-          residual: an optimizer for the part outside of the span, behind a mean over ``axis_name``;
-            ``None`` means the configuration's optimizer, if any.
+          params: the current params; if ``source`` is a state, they become its latest snapshot.
+          residual: an optimizer for the part of the gradient outside of the span of the basis; the
+            part is averaged over ``axis_name`` first. ``None`` means the SGD of ``residual_rate``,
+            if that is set.
           axis_name: the replica axis (or axes).
 
         Returns:
@@ -245,50 +249,51 @@ def auto(
 ) -> Boost:
     """Read a configuration: a level, a dictionary or a JSON file.
 
-    Each public factory is a key, and its arguments, types and defaults are the factory's:
-    ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"`` and ``"loss_scale"`` choose a
-    factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
-    ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the
-    kind, or the first argument; ``True`` selects the defaults, and ``False`` or ``None`` leaves the
-    part out. Groups are given by ``groups`` instead of a tree of labels, and a schedule by the
-    arguments of ``freeze_schedule``.
+    The name of each public factory is a key. Its value has the factory's arguments, types and
+    defaults: ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"`` and ``"loss_scale"``
+    choose a factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
+    ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the kind
+    or, for a key without kinds, the first argument. ``True`` selects the defaults. ``False`` or
+    ``None`` leaves the part out. Groups are given by ``groups`` instead of a tree of labels, and a
+    schedule is given by the arguments of ``freeze_schedule``.
 
-    A dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``, ``"loss_scale_manager"``
-    ...), and a level, is read as MindSpore reads it. ``notes`` lists settings that have no effect
-    in MindSpore, and differences that may change the trained weights. The levels are
+    A level, or a dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``,
+    ``"loss_scale_manager"`` ...), is read as MindSpore reads it. ``notes`` lists settings that have
+    no effect in MindSpore, and differences that may change the trained weights. The levels are
 
     ===== ====================================================================================
     level switches on
     ===== ====================================================================================
     O0    nothing
     O1    LessBN with a normalised head, gradient centralization, freezing at random
-    O2    the same, and AdaSum, which MindSpore never reaches together with freezing
+    O2    the same, and AdaSum, which has no effect in MindSpore together with freezing
     ===== ====================================================================================
 
-    The levels are those of ``mindspore.boost``, not of its ``amp_level``. ``{"singa":
-    {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Both kinds of dictionary may also
-    have keys of boostax, ``level`` and ``strict``, so that one file describes a whole job. Keys of
-    boostax add settings that MindSpore lacks: ``{"grad_freeze": {...}, "freeze": {"order":
-    [...]}}``. ``"sens"`` multiplies the gradients.
+    The levels are those of ``mindspore.boost``, not the values of MindSpore's ``amp_level``.
+    ``{"singa": {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Dictionaries of
+    MindSpore and of SINGA may also have keys of boostax, ``level`` and ``strict``, so that one file
+    describes a whole job. Keys of boostax add settings that MindSpore lacks:
+    ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``. The key ``"sens"`` multiplies the
+    gradients by a number.
 
     Args:
       spec: ``"O0"``, ``"O1"`` or ``"O2"``; a dictionary for boostax, such as ``Boost.config``, for
         MindSpore, or with the key ``"singa"``; or the path of a JSON file with such a dictionary.
       level: the level to which a dictionary or a file is applied; ``None`` is ``"O0"``.
-      strict: whether settings that MindSpore ignores are errors, and every part that is on must be
-        in the chain and the step. ``None`` means True for dictionaries with only boostax's keys,
-        else False.
+      strict: whether settings that MindSpore ignores are errors, and every part that the
+        configuration switches on must be in the chain and the step. ``None`` means True for
+        dictionaries with only boostax's keys, else False.
       factories: your own functions that make transformations; their names become keys.
-        ``boostax.describe`` gives each a role, which decides its position. Your own reduction
-        replaces the mean.
+        ``boostax.describe`` gives each function a role, which decides the position in the chain.
+        Your own reduction replaces the mean.
 
     Returns:
       A ``Boost``. Cost: none. There is no global state, and nothing in the file is executed.
 
     Raises:
-      ValueError, TypeError: unknown keys, words, arguments or levels; missing arguments; parts that
+      ValueError, TypeError: unknown keys, kinds, arguments or levels; missing arguments; parts that
         exclude one another; values out of range in MindSpore's and SINGA's settings. Other values
-        are checked by the factories when the chain is built. OSError: no such file.
+        are checked by the factories when the chain is built. OSError: the file does not exist.
 
     Example:
       >>> import boostax, jax.numpy as jnp, optax

@@ -2,7 +2,7 @@
 """Read the dictionary of ``mindspore.boost``, and the options of Apache SINGA's ``DistOpt``.
 
 MindSpore's levels, modes, switches, settings and managers are read as MindSpore 2.10 reads them, so
-settings that MindSpore ignores have no effect. A ledger notes each setting without effect, and each
+settings that MindSpore ignores have no effect. Notes report each setting without effect, and each
 difference that may change the trained weights. Each mode of SINGA becomes a reduction;
 ``docs/coming_from/singa.md`` lists the differences.
 """
@@ -40,15 +40,16 @@ def from_mindspore(
     """Read MindSpore's dictionary and level as MindSpore reads them.
 
     The modes are MindSpore's: ``"auto"`` uses the techniques of the level, ``"manual"`` changes
-    these by the switches, ``"enable_all"`` uses all techniques and ``"disable_all"`` no technique.
-    An unknown level means ``"O0"``. Unknown keys, switches that the mode ignores, and settings of a
-    technique that is off have no effect. Some techniques replace others: ``dim_reduce`` replaces
-    the optimizer and all other techniques, and ``grad_freeze`` replaces AdaSum and accumulation.
-    Freezing uses buckets of three params and moments for each depth, centralization comes after
-    weight decay and skips dimensions that are not multiples of 16, and LessBN leaves a model
-    without norms or head unchanged. ``loss_scale_manager`` is the result of
-    ``DynamicLossScaleManager``, ``FixedLossScaleManager`` or ``GroupLossScaleManager``; the switch
-    ``loss_scale_group`` belongs to ``GroupLossScaleManager``.
+    this choice by the switches in ``"boost"``, ``"enable_all"`` uses all techniques, and
+    ``"disable_all"`` uses no technique. An unknown level means ``"O0"``. Unknown keys, switches
+    that the mode ignores, and settings of a technique that is off have no effect. Some techniques
+    replace others: ``dim_reduce`` replaces the optimizer and all other techniques, and
+    ``grad_freeze`` replaces AdaSum and accumulation. Freezing uses MindSpore's buckets of params,
+    with separate moments for each depth. Centralization comes after weight decay and skips
+    dimensions that are not multiples of 16. LessBN leaves a model without norms or head unchanged.
+    ``loss_scale_manager`` is the result of ``DynamicLossScaleManager``, ``FixedLossScaleManager``
+    or ``GroupLossScaleManager``; set the switch ``loss_scale_group`` only with
+    ``GroupLossScaleManager``.
 
     Args:
       data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``, which may be ``{}``.
@@ -57,11 +58,12 @@ def from_mindspore(
 
     Returns:
       The configuration as plain data, and notes on settings without effect and on differences that
-      may change the trained weights. Without a note, the weights are MindSpore's. Cost: none.
+      may change the trained weights. Without notes, the trained weights are equal to MindSpore's.
+      Cost: none.
 
     Raises:
-      ValueError, TypeError: an unknown mode, a value out of range, or a manager that does not fit
-        the switch, as in MindSpore; with ``strict``, a setting without effect.
+      ValueError, TypeError: an unknown mode, a value out of range, or a manager that does not match
+        the switch ``loss_scale_group``, as in MindSpore; with ``strict``, a setting without effect.
 
     Example:
       >>> from boostax.config.dictionary import from_mindspore
@@ -117,7 +119,8 @@ class _Ledger(NamedTuple):
     """The notes on a dictionary.
 
     Attributes:
-      strict: whether settings that MindSpore would ignore are errors; otherwise they are noted.
+      strict: whether settings that MindSpore would ignore are errors; if False, they are added to
+        ``notes``.
       notes: the notes so far.
     """
 
@@ -125,12 +128,12 @@ class _Ledger(NamedTuple):
     notes: list[str]
 
     def ignore(self, name: str, value: object, why: str, explicit: bool = True) -> None:
-        """Note that a setting has no effect; refuse an explicit setting if ``strict``."""
+        """Add a note that a setting has no effect; refuse an explicit setting if ``strict``."""
         require(not (explicit and self.strict), "strict", value, name=name, why=why)
         self.notes.append(f"{name} = {value!r} has no effect: {why}")
 
     def known(self, group: str, data: keys.Data, allowed: Iterable[str]) -> keys.Data:
-        """Return the keys of a dictionary that MindSpore reads."""
+        """Return the entries of a dictionary whose keys MindSpore reads."""
         keys.known(data, data, f"keys of {group}", _WHO)
         for key in (key for key in data if key not in allowed):
             why = DATA["why"].get(key) or checks.nearest(key, allowed)
@@ -191,9 +194,9 @@ def from_singa(options: keys.Data) -> keys.Data:
         ``partitions``, which replaces ``threshold``, and ``capacity``.
 
     Returns:
-      The ``"reduce"`` of a configuration. The sparse modes choose elements per bucket, as SINGA
-      does, and ``"sparseThreshold"`` sends every element of magnitude ``spars`` or more. Dense
-      modes leave fusion to XLA unless ``threshold`` is given.
+      The value of the key ``"reduce"`` of a configuration. The sparse modes choose elements per
+      bucket, as SINGA does, and ``"sparseThreshold"`` sends every element of magnitude ``spars`` or
+      more. Dense modes leave fusion to XLA unless ``threshold`` is given.
 
     Raises:
       ValueError, TypeError: an option that the mode does not use, or a value out of range.

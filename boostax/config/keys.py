@@ -99,7 +99,7 @@ def _schedule(options: types.SimpleNamespace) -> Data:
 
 
 def _finish(options: types.SimpleNamespace) -> Data:
-    """Look up a rule by name, and use SGD outside of the span if no optimizer is given."""
+    """Look up the rule of ``dim_reduce`` by name; SGD is the default of ``residual``."""
     rate, momentum = options.residual_rate, options.residual_momentum
     checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
     search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
@@ -164,7 +164,7 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
       parts: the chain so far.
       **place: the replica axes (``axis_name``), the params or their shapes (``tree``) and the
         changes that LessBN made to the model (``less_bn``); for ``Boost.finish`` also the
-        ``source`` of the basis and an optimizer outside of the span (``residual``).
+        ``source`` of the basis and an optimizer for gradients outside of its span (``residual``).
     """
     who = factory.__name__
     options = place | {name: sequences(x, tuple) for name, x in arguments.items()}
@@ -201,7 +201,7 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
 
 
 def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return sizes and names of the axes of a mesh whose last axis has the devices of a server."""
+    """Return sizes and names of the axes of a mesh whose last axis is the devices of one server."""
     if not isinstance(devices, int) or count <= devices:
         return (count,), ("data",)
     require(count % devices == 0, "devices", count, devices=devices)
@@ -209,7 +209,7 @@ def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple
 
 
 def _by_servers(factory: Factory, arguments: Data, parts: list[Tx], place: Data) -> list[Tx]:
-    """Put ``adasum_delta`` around a chain, or a mean in front if there is one replica axis.
+    """Put ``adasum_delta`` around a chain, or a mean in front of it if there is one replica axis.
 
     During a trace, the chain refuses replica axes other than those of ``mesh_of_servers``.
     """
@@ -244,7 +244,8 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
     Args:
       name: a key, or the name of a factory.
       value: a dictionary of arguments, ``True`` for no arguments, or only the first argument.
-      before: arguments that apply if ``value`` does not set them and the kind is the same.
+      before: arguments of an earlier value; they apply if ``value`` does not set them and has the
+        same kind.
       user: the factory, if a user wrote the factory.
       build: whether to call the factory, which then refuses values out of range.
 
@@ -283,7 +284,7 @@ def part(name: str, value: Any, before: Any = None, user: Any = None, build: boo
 
 
 def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> None:
-    """Refuse a value that is no dictionary, and unknown keys, with the nearest known key."""
+    """Refuse a value that is no dictionary, and unknown keys; errors name the nearest key."""
     require(isinstance(data, Mapping), "keys", data, TypeError, who=who, what=what)
     words = {"who": who, "what": what, "allowed": ", ".join(map(repr, allowed))}
     for key in data:

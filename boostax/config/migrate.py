@@ -2,9 +2,9 @@
 """Migrate a saved optimizer state to a changed chain.
 
 An optimizer state is a tree of NamedTuples. Each NamedTuple is the state of a part, and every array
-belongs to the innermost state around it. States are matched by class, and arrays by their paths
-within the state. Arrays that belong together, such as the moments of a param, are all kept or all
-dropped.
+belongs to the innermost state around it. States are matched by class, and arrays are matched by
+their paths within the state. Arrays that belong together, such as the moments of a param, are all
+kept or all dropped.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class MigrationReport:
       kept: the states that were kept: each state, its fields, and the old and the new path.
       anew: the states that ``new_tx.init`` made, without saved values.
       dropped: the parts of the old state that have no counterpart in the new state.
-      notes: choices of the migration, and saved values that override new arguments.
+      notes: choices of the migration, and saved values that override arguments of ``new_tx``.
     """
 
     kept: tuple[str, ...]
@@ -72,28 +72,29 @@ def migrate_state(
 
     The result has the structure of ``new_tx.init(params)``. A new state gets the arrays of an old
     state of the same class, which may be inside a scaler, a window, ``optax.masked``, ``partition``
-    or ``inject_hyperparams``. If a class has several states, the best fit is matched first; among
-    equal fits, the k-th old state is matched to the k-th new state, counted from outside. An array
-    is kept if path, shape and dtype agree, so newly masked or newly trained leaves do not affect
-    other leaves. If only the precision differs, the array is cast, and the report has a note. The
-    moments of a leaf are all kept or all dropped, counts are kept only with moments, and the arrays
-    of a trajectory or a basis only together.
+    or ``inject_hyperparams``. If a class has several states, the pair of an old and a new state
+    that fits best is matched first. Among equal fits, the k-th old state is matched to the k-th new
+    state, outermost first. An array is kept if path, shape and dtype agree, so newly masked or
+    newly trained leaves do not affect other leaves. If only the precision differs, the array is
+    cast, and the report has a note. The moments of a leaf are all kept or all dropped. The counts
+    of a state with moments are kept only if moments of the state are kept. The arrays of a
+    trajectory or a basis are kept only together.
 
     An open window is refused. Moments and residuals are refused if another loss scale multiplies
     their gradients in the new chain.
 
-    Some states of other libraries are translated: ``optax.MultiSteps``, in both directions,
-    ``optax.apply_if_finite``, and, anywhere in the tree, Flax's ``DynamicScale`` and jmp's
-    ``DynamicLossScale`` and ``StaticLossScale``:
+    Some states of other libraries are translated: those of ``optax.MultiSteps`` (in both
+    directions) and ``optax.apply_if_finite``. Flax's ``DynamicScale`` and jmp's
+    ``DynamicLossScale`` and ``StaticLossScale`` are translated anywhere in the tree:
     ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
-    A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides a new argument,
-    and the report notes the difference.
+    A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides the argument of
+    ``new_tx``, and the report notes the difference.
 
     Args:
-      old_state: the saved state, or an NNX optimizer. A state from a ``TrainState`` has a dimension
-        of replicas. If a serialiser converted the state to dicts and lists, its classes are
-        recognised by their fields' names, which may be the names of 0.3.
+      old_state: the saved state, or an NNX optimizer. In a ``TrainState``, per-replica state has a
+        leading dimension of replicas. If a serialiser converted the state to dicts and lists, its
+        classes are recognised by the names of their fields, which may be the names of boostax 0.3.
       new_tx: the transformation that continues the run, which may be a result of
         ``boostax.on_mesh``.
       params: the trained params; pass ``TrainState.params`` unchanged.
@@ -101,19 +102,19 @@ def migrate_state(
         none.
       count: the number of steps so far, from which schedules that are new in ``new_tx`` continue.
         The learning rate of call ``k`` after the migration, with ``k`` from 0, is
-        ``schedule(count + k)``. With ``None``, new schedules begin at step 0. Kept counts, and the
-        counts of new moments, which correct their bias, do not change.
+        ``schedule(count + k)``. With ``None``, new schedules begin at step 0. ``count`` has no
+        effect on counts that are kept, or on the counts with which new moments correct their bias.
 
     Returns:
       The new state, with the dtypes and the placement of ``new_tx.init(params)`` and in new
-      buffers, and a ``MigrationReport``. With a ``TrainStep``, place the state by
+      buffers, and a ``MigrationReport``. With a ``TrainStep``, place the state with
       ``jax.device_put(state, step.shardings(state))``. Cost: an ``init`` and one copy of the state,
       outside ``jit``.
 
     Raises:
       ValueError: an open window; params whose shapes differ from ``old_state`` (the error names the
-        leaf); different numbers of replicas; moments of gradients times another loss scale; a value
-        beyond the range of a narrower dtype.
+        leaf); different numbers of replicas; moments whose gradients another loss scale multiplied;
+        a value beyond the range of a narrower dtype.
       TypeError: ``new_tx`` is not a transformation, or ``old_state`` is a whole ``TrainState``.
 
     Example:
@@ -177,7 +178,7 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
     """Restore the classes of a state that a serialiser converted to dicts.
 
     If the keys of a dict are the fields of a class in ``like``, in boostax or in Optax, the dict
-    becomes an instance of the class. The fields may have their names of 0.3.
+    becomes an instance of the class. The fields may have the names that they had in boostax 0.3.
     """
     known = [*map(type, trees.nodes(like)), *vars(states).values(), *vars(optax).values()]
     fields = {frozenset(x._fields): x for x in reversed(known) if getattr(x, "_fields", ())}
@@ -197,7 +198,7 @@ def _classed(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def holds(cls: type) -> Holds:
-    """Return the meaning of a state class's fields: its ``holds``, or a known one of Optax."""
+    """Return the meaning of a state class's fields, from its ``holds`` or the table ``_HOLDS``."""
     known = cls.__module__.startswith(("optax.", "builtins"))
     return getattr(cls, "holds", _HOLDS.get(cls.__name__ if known else "", Holds()))
 
@@ -329,7 +330,7 @@ def _translated(tree: PyTree, classes: set[type]) -> PyTree:
 
 
 def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, after: PyTree) -> None:
-    """Refuse a state for params of other shapes, or in ``by_shape`` with other names."""
+    """Refuse a state for params of other shapes or, in ``by_shape``, of other names."""
     by_place = {(type(x.state), x.rel): x for x in olds}
     shapes = {(x.owner, x.shape) for x in olds}
     for new in news:
@@ -346,7 +347,7 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
-    """Return the arrays with the size of their dimension of replicas, and the size or 0."""
+    """Return the arrays with the size of their replica dimension, and the size (0 without it)."""
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
     counts = {0 if x == like else x[0] for x, like in shapes if like in (x, x[1:])}
     counts |= set[int]() if asked is None else {asked}
@@ -389,7 +390,7 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
     fitting = {(old, new): _fitting(olds[old], news[new]) for old, new in pairs}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
-        """Count fitting arrays, equal dtypes, surplus arrays (negative), and equal labels."""
+        """Score fitting arrays, equal dtypes, surplus arrays (negative) and equal labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
         good = len(fitting[pair])
         dtypes = {y.path: y.value.dtype for y in news[pair[1]].values()}
@@ -469,7 +470,7 @@ def _cast(new: Leaf, old: Leaf, notes: Notes) -> Leaf:
 
 
 def _starts(news: list[Leaf], matches: Leaves, count: int, notes: Notes) -> Leaves:
-    """Return the counts that new schedules read, by their paths, each at ``count``."""
+    """Return the counts that new schedules read, by their paths, with the value ``count``."""
     fresh = [y for y in news if y.path not in matches and y.holds.steps]
     counts = [y for y in fresh if trees.path_name(y.rel[-1:]) == y.holds.steps]
     words = _DATA["notes"]["start" if counts else "no start"]
@@ -500,7 +501,7 @@ def _copy(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _report(olds: list[Leaf], news: list[Leaf], matches: Leaves, notes: Notes) -> MigrationReport:
-    """Report whether each state was kept, newly made or dropped."""
+    """Report which arrays of each state were kept, newly made or dropped."""
     used = {old.path for old in matches.values()}
     rows = [("kept" if y.path in matches else "anew", matches.get(y.path, y).at, y) for y in news]
     rows += [("dropped", x.at, x) for x in olds if x.path not in used]

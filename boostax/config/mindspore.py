@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindSpore's loss-scale managers and optimizers, with its arguments by position.
+"""MindSpore's loss-scale managers and optimizers, with MindSpore's order of arguments.
 
 A manager is a value in a dictionary for ``boostax.auto``. An optimizer is a chain of Optax that
 computes the same updates as the optimizer of this name in ``mindspore.nn``.
 
 If MindSpore gets params without groups, its weight decay excludes params whose names contain
 ``beta`` or ``gamma``, which are the vectors of norms. In boostax, weight decay excludes all params
-of a layer with a norm's name (``boostax.precision.policy.NORMS``), and params with one of the two
-words in their path.
+of a layer with a norm's name (``boostax.precision.policy.NORMS``), and params with ``beta`` or
+``gamma`` in their path.
 
 References:
   MindSpore 2.10, ``mindspore/nn/optim``, ``mindspore/train/loss_scale_manager.py``.
@@ -44,7 +44,7 @@ def DynamicLossScaleManager(
       init_loss_scale: the first scale.
       scale_factor: the factor by which the scale grows, and by which an overflow divides the scale,
         down to 1.
-      scale_window: the number of clean steps before the scale grows.
+      scale_window: the number of steps without overflow before the scale grows.
 
     Returns:
       The arguments of ``boostax.dynamic_loss_scale`` as data. Cost: none.
@@ -85,7 +85,8 @@ def GroupLossScaleManager(init_loss_scale: PyTree, loss_scale_groups: Sequence[P
 
     Returns:
       The arguments of ``boostax.precision.group_loss_scale`` as data. The loss needs a
-      ``boostax.precision.scale_boundary`` on each edge between groups. Cost: none.
+      ``boostax.precision.scale_boundary`` wherever the output of one group enters the next group.
+      Cost: none.
     """
     limits = {"overflow": "each", "min_scale": 2.0**-60, "max_scale": 2.0**60}
     return {"kind": "group", "groups": loss_scale_groups, "init_scale": init_loss_scale} | limits
@@ -110,13 +111,15 @@ def momentum(
       weight_decay: :math:`\lambda`, coupled.
       loss_scale: :math:`c`, which divides the gradients of a loss that is multiplied by :math:`c`.
       use_nesterov: see above.
-      grouped: whether decay includes the params of norms, as MindSpore's does for params in groups.
+      grouped: whether weight decay includes the params of norms, as in MindSpore for params in
+        groups.
 
     Returns:
       A transformation. Cost: one copy of the params.
 
     Raises:
-      ValueError, TypeError: ``loss_scale`` is not positive, or the first argument is the params.
+      ValueError, TypeError: ``loss_scale`` is not positive, or the params are passed as the first
+        argument.
 
     Example:
       >>> import boostax, jax.numpy as jnp
@@ -169,7 +172,7 @@ def adam(
     use_locking: bool = False, use_nesterov: bool = False, weight_decay: float = 0.0,
     loss_scale: float = 1.0, *, grouped: bool = False,
 ) -> Tx:  # fmt: skip
-    r"""Return ``nn.Adam``, whose ``eps`` is added to the root of the uncorrected moment.
+    r"""Return ``nn.Adam``, whose ``eps`` is added to the root of the uncorrected second moment.
 
     .. math::
       w \leftarrow w - \eta \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + \epsilon}
@@ -216,7 +219,7 @@ def adam_weight_decay(
       A transformation with an ``optax.ScaleByAdamState``. Cost: two copies of the params.
 
     Raises:
-      ValueError, TypeError: ``loss_scale`` is not positive.
+      TypeError: the params are passed as the first argument.
     """
     moments = _moments(beta1, beta2, eps, debias=False)
     decay = _decay(weight_decay, grouped)
@@ -228,21 +231,21 @@ def lars(
     use_clip: bool = False, learning_rate: float = 1.0, loss_scale: float = 1.0, *,
     lars_filter: Callable[[str], bool] = lambda name: re.search("LayerNorm|bias", name) is None,
 ) -> Tx:  # fmt: skip
-    r"""Return the rescaling of gradients by ``nn.LARS``, which precedes its optimizer.
+    r"""Return the rescaling of gradients by ``nn.LARS``, to chain before an optimizer.
 
     .. math::
       g \leftarrow \theta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon} (g + \lambda w)
 
     MindSpore applies the optimizer's weight decay and loss scale in LARS, so pass both to ``lars``:
-    ``nn.LARS(nn.Momentum(params, 0.1, 0.9, weight_decay=1e-4), coefficient=0.02)`` is
-    ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. MindSpore has the operator
-    only on Ascend, so the formula is from its documentation.
+    ``nn.LARS(nn.Momentum(params, 0.1, 0.9, weight_decay=1e-4), coefficient=0.02)`` corresponds to
+    ``optax.chain(lars(1e-4, coefficient=0.02), momentum(0.1, 0.9))``. MindSpore implements LARS
+    only for Ascend, so the formula is from MindSpore's documentation.
 
     Args:
       weight_decay: :math:`\lambda`; the params of norms have no decay.
       epsilon: :math:`\epsilon`.
       coefficient: :math:`\theta`.
-      use_clip: whether the factor is divided by the rate and then limited to 1.
+      use_clip: whether the factor is divided by ``learning_rate`` and then limited to 1.
       learning_rate: the rate of the optimizer, for ``use_clip``.
       loss_scale: see ``momentum``.
       lars_filter: a function of a param's path that returns whether the param gets the factor;

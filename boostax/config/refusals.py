@@ -9,7 +9,7 @@ WORDS = checks.table("boostax.config", "refusals")
 def require(
     valid: object, what: str, got: object, error: type[Exception] = ValueError, /, **words: object
 ) -> None:
-    """Raise the error ``what`` of ``refusals.toml``, filled with these words, unless ``valid``."""
+    """Raise the error ``what`` of ``refusals.toml``, formatted with ``words``, unless ``valid``."""
     if not valid:
         who, argument, allowed, hint = (text.format(**words) for text in WORDS[what])
         checks.require(False, who, argument, got=got, allowed=allowed, hint=hint, error=error)

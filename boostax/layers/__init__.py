@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked layers, whose gradients a step gathers, reduces or applies in the backward loop.
+"""Stacked layers, which a step gathers, reduces or updates one by one in the backward loop.
 
-``boostax.train`` has the public names. It knows this package by one import, in its ``__init__.py``:
-without that line and this folder everything else works.
+``boostax.train`` exports the public names. Its ``__init__.py`` has the only import of this package.
+Without that line and this folder, everything else works.
 """
 
 from boostax.layers.oracle import Layers as Layers

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient function of a step whose loss scans layers, with work in the backward loop.
+"""The gradient function of a step that reduces or updates stacked layers in the backward loop.
 
 The backward loop sums a stack's gradients, unsharded or in shards like the params, or runs the
-stack's optimizer. ``boostax.layers.scan`` has the loop, and ``boostax.layers.stacks`` the stacks.
+stack's optimizer. ``boostax.layers.scan`` has the loop, and ``boostax.layers.stacks`` describes the
+stacks.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class LayeredOracle(Oracle):
 
     @property
     def reads(self) -> bool:
-        """Return whether the loss's program is read before differentiation."""
+        """Return True, because ``check`` reads the loss's program before differentiation."""
         return True
 
     def check(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
@@ -109,7 +110,7 @@ class LayeredOracle(Oracle):
         checks.absent("scan_layers", "params of layers", got, "used only in scan_layers", hint)
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
-        """Return the names of the params that the backward loop gathers, not the step."""
+        """Return the names of the params that the backward loop gathers in place of the step."""
         return tuple(filter(self.plan.layers.stack_of, trees.names(params)))
 
 
@@ -141,7 +142,7 @@ class _Replica:
         return {k: self.plan.gathered(k, x, True) if once else x for k, x in stacks.items()}
 
     def gradients(self, kwargs: dict[str, PyTree], scale: jax.Array) -> tuple[Result, Gradients]:
-        """Return loss, aux and gradients; with ``once``, the stacks' gradients are local."""
+        """Return loss, aux and gradients; if ``layers.once``, the stacks' gradients are local."""
         layers = self.plan.layers
         types = layers.split(self.plan.types)[1]
         # The loss gets zeros in place of the layers' params.
@@ -180,7 +181,7 @@ class _Replica:
         return (loss, aux), Gradients(grads, applied=applied)
 
     def means(self, sums: dict[str, Arrays], weight: PyTree) -> dict[str, Arrays]:
-        """Divide the sums of stacks by their weight; by default, by the number of micro-batches."""
+        """Divide the stacks' sums of gradients by ``weight``, or by the number of micro-batches."""
         total = self.microbatches if weight is None else weight
         return {k: auxiliary.divide(x, jnp.asarray(total, jnp.float32)) for k, x in sums.items()}
 
@@ -220,8 +221,8 @@ class _Replica:
     def weight(self, params: PyTree, rows: PyTree, kwargs: dict[str, PyTree]) -> Weight:
         """Return the weight of a micro-batch's gradients in the loop; ``None`` for equal weights.
 
-        The weight must be known before the backward pass, so the loss is evaluated once more, and
-        XLA removes all code but that of the weight.
+        The weight must be known before the backward pass, so the loss is evaluated once more. XLA
+        removes the part of this evaluation that the weight does not need.
         """
 
         def items(params: PyTree, rows: PyTree) -> PyTree:
@@ -238,7 +239,7 @@ class _Replica:
         return local * self.oracle.replicas / jnp.where(total > 0, total, 1)
 
     def traced(self, accumulators: PyTree = None, weight: Weight = None) -> list[scan.Stack]:
-        """Return the stacks for a trace of the loss; without accumulators for a forward pass."""
+        """Return the stacks for a trace of the loss; a backward pass needs accumulators."""
         policy = self.plan.policy
         cast = None
         if policy is not None and policy.only_matmuls:
@@ -254,7 +255,7 @@ class _Replica:
     def update(
         self, name: str, weight: Weight, layer: PyTree, grads: Arrays, finite: jax.Array
     ) -> PyTree:
-        """Add the gradients of a layer to their sums, or run its optimizer unless skipped."""
+        """Add a layer's gradients to their sums, or update the layer unless it is skipped."""
         if weight is not None:
             # Without items, a mean loss is 0/0 and its gradient is NaN, so the gradient becomes 0.
             products = (g.astype(trees.wide_dtype(g)) * weight for g in grads)
@@ -274,7 +275,7 @@ class _Replica:
 
 
 def layered(plan: Plan, oracle: Oracle, policy: Policy | None) -> LayeredOracle:
-    """Return a gradient function that runs layers; ``placed`` sets the types of the params."""
+    """Return a gradient function for layers; its method ``placed`` sets the types of the params."""
     hint = "Each layer is updated once per call. Leave microbatches= out, and pass all rows."
     got = oracle.count if plan.layers.release and oracle.count != 1 else None
     checks.absent(_WHO, "microbatches", got, "1 with release=True", hint)
@@ -304,7 +305,7 @@ class Layers(Stacked, Backward):
         the params once per call, in the dtype in which the loss computes, and sums unsharded
         gradients on each device; the optimizer reduces the sums. ``"by layer"`` gathers each layer
         before its computation, in both passes, and reduce-scatters the layer's gradient
-        immediately, so that a device has only one gathered layer in addition to its shards; the
+        immediately. A device then has only one gathered layer in addition to its shards. The
         reduction is the plain mean.
       release: whether to run the stacks' optimizer in the backward loop, layer by layer, so that
         only one layer's gradient exists at a time. Weights are then gathered by layer.
@@ -327,7 +328,7 @@ class Layers(Stacked, Backward):
     def planned(
         self, tx: optax.GradientTransformation, shard_optimizer: bool
     ) -> tuple[optax.GradientTransformation, Around]:
-        """Return the optimizer of a step with layers, and the maker of its gradient function."""
+        """Return the optimizer of a step, and a function that makes its ``LayeredOracle``."""
         hint = "Shard the params of the layers instead, as FSDP does."
         got = True if shard_optimizer and self.release else None
         checks.absent(_WHO, "shard_optimizer", got, "False with release=True", hint)

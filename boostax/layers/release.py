@@ -52,7 +52,7 @@ class Released(NamedTuple):
     Attributes:
       params: the new params of each stack.
       states: the new states of each stack's layers.
-      finite: whether the step is applied, because the loss was finite and counted an item.
+      finite: whether the step is applied, which needs a finite loss of at least one item.
       skipped: the number of skipped layers.
     """
 
@@ -67,7 +67,7 @@ def released(
 ) -> optax.GradientTransformationExtraArgs:
     """Return ``tx`` in a form that accepts the stacks' updates from the backward loop.
 
-    The function refuses parts that need all gradients, several calls, or the loss.
+    The function refuses parts of ``tx`` that need all gradients, several calls, or the loss.
     """
     inner = optax.with_extra_args_support(tx)
     arguments = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})

@@ -7,8 +7,8 @@ the gradient to a sum, or run the optimizer.
 
 The scan is a ``jax.custom_vjp``. Its *accumulator* is a tree with a slice for each layer: sums of
 gradients, or params and optimizer state. The backward loop carries the accumulator and updates one
-slice at a time in place, and the cotangent of the accumulator *is the new value*. So the gradients
-of all layers never exist at the same time.
+slice at a time in place. The backward pass returns *the new accumulator as the cotangent* of the
+old accumulator. So the gradients of all layers never exist at the same time.
 """
 
 import contextvars
@@ -45,8 +45,8 @@ def scan_layers(
     Call ``scan_layers`` in place of ``lax.scan`` in the loss. In a step with
     ``make_train_step(layers=...)``, the scan gathers each layer's weights, and its backward loop
     reduces the layer's gradient or runs the layer's optimizer; see ``boostax.train.Layers``. The
-    forward pass then stores only the carry of ``body``, and the backward pass computes each layer
-    again. Outside of such a step, the function behaves like ``lax.scan``.
+    forward pass then stores only the carry before each layer, and the backward pass computes each
+    layer again. Outside of such a step, the function behaves like ``lax.scan``.
 
     Args:
       body: ``body(carry, x) -> (carry, y)``, as in ``lax.scan``. Cast weights inside ``body``.
@@ -56,7 +56,7 @@ def scan_layers(
       remat: whether to scan ``jax.checkpoint(body)`` outside of a step with ``layers=``.
 
     Returns:
-      ``(carry, ys)`` as ``lax.scan`` does.
+      ``(carry, ys)``, as from ``lax.scan``.
 
     Raises:
       ValueError: in a step with ``layers=``, ``xs`` lacks params of a stack, a stack is scanned
@@ -99,12 +99,12 @@ class Stack:
       weights: the stack's params, as stored on the device.
       read: ``read(weights)`` returns a layer's weights as ``body`` gets them.
       update: ``update(accumulator, gradient, finite)`` returns a layer's new accumulator;
-        ``finite`` is whether the cotangent of the layers' results is finite.
-      accumulator: see the module; an ``UpdatedLayers`` contains the params. ``None`` if only a
-        forward pass is traced.
-      wrap: a transformation of the body, such as a policy's, or ``None``.
-      shown: the leaves that the loss gets in place of the stack's params, which it may only pass to
-        the scan.
+        ``finite`` tells whether the cotangents of the scan's results are finite.
+      accumulator: sums of gradients, or an ``UpdatedLayers``; ``None`` if only a forward pass is
+        traced.
+      wrap: a function that transforms ``body``, such as a policy's cast, or ``None``.
+      shown: the leaves that the loss gets in place of the stack's params. The loss may pass these
+        leaves only to ``scan_layers``.
       scanned: whether the loss has scanned the stack.
     """
 
@@ -217,7 +217,7 @@ def _scan_with_updates(
 
 
 def _at(tree: PyTree, i: int | jax.Array) -> PyTree:
-    """Return layer ``i`` of stacked values, which may be cotangents of integers."""
+    """Return layer ``i`` of stacked values, which may include ``float0`` cotangents of integers."""
     return jax.tree.map(
         lambda x: x[0, ...] if x.dtype == float0 else lax.dynamic_index_in_dim(x, i, 0, False), tree
     )
@@ -236,7 +236,7 @@ def _cotangent(like: PyTree, floats: Arrays) -> PyTree:
 
 
 def as_floats(x: jax.Array) -> jax.Array:
-    """Convert integers, bools and keys to the bits of floats."""
+    """Return floats with the bits of integers, bools or keys; floats are unchanged."""
     if trees.is_inexact(x.dtype):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

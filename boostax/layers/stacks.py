@@ -81,7 +81,7 @@ class Stacked:
         return self.joined(jax.tree.map(lambda _: optax.MaskedNode(), params), stacks)
 
     def require_stacked(self, params: PyTree) -> None:
-        """Refuse params without a stack at one of the paths."""
+        """Refuse params that have no stack of layers at one of ``paths``."""
         for name, leaves in self.split(params)[1].items():
             counts = {x.shape[:1] for x in leaves}
             got = None if len(counts) == 1 and () not in counts else name
@@ -92,7 +92,7 @@ class Stacked:
     def first_states(
         self, tx: optax.GradientTransformation, params: PyTree, names: tuple[str, ...]
     ) -> dict[str, PyTree]:
-        """Return the first states of each stack's layers, ``[layers, ...]``."""
+        """Return the initial states of each stack's layers, as arrays ``[layers, ...]``."""
         with axes.binding(names, averaged=True, partial=True):
             return {
                 k: jax.vmap(lambda x, k=k: gate.init_inner(tx, self.alone(params, {k: x})))(leaves)
@@ -151,7 +151,7 @@ class Plan:
 
     @functools.cached_property
     def gathers_state(self) -> dict[str, bool]:
-        """Return whether the optimizer of a stack needs gathered layers of sharded params."""
+        """Return for each stack whether its optimizer needs gathered params, not shards."""
         stacks = self.layers.split(self.types)[1]
         layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacks)
         return {
@@ -185,7 +185,7 @@ class Plan:
         return {k: [x.dtype for x in leaves] for k, leaves in self.layers.split(types)[1].items()}
 
     def specs(self, tree: PyTree) -> PyTree:
-        """Return the specs of a state or of params, over the replica axes only."""
+        """Return the specs of a state or of params, with only the replica axes."""
         assert self.place is not None
         leaves = jax.tree_util.tree_leaves_with_path(self.types)
         owners = {path: (x.shape, self.place.spec(path) or PartitionSpec()) for path, x in leaves}
@@ -194,7 +194,7 @@ class Plan:
         return jax.tree.map(lambda spec: replicas.without(spec, others), specs)
 
     def gathered(self, name: str, leaves: Arrays, stacked: bool = False) -> Arrays:
-        """Gather the weights of one layer, or of all layers, in the dtype on the wire."""
+        """Gather the weights of one layer, or of all layers, in ``wire`` or the compute dtype."""
         weights = zip(leaves, self.sharded_dims[name], self.dtypes[name], strict=True)
         with jax.named_scope("at_once" if stacked else BY_LAYER):
             return [
@@ -208,7 +208,7 @@ class Plan:
         return [x.astype(dtype) for x, dtype in zip(leaves, self.dtypes[name], strict=True)]
 
     def reduced(self, name: str, grads: Arrays) -> Arrays:
-        """Average a layer's gradients over the replicas in f32; return shards like the params'."""
+        """Average a layer's gradients over replicas in f32; return shards like those of params."""
 
         def average(grad: jax.Array, dims: ShardedDims) -> jax.Array:
             others = tuple(x for x in self.names if not any(x in over for _, over in dims))

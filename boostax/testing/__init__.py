@@ -4,7 +4,7 @@
 Each law names the promise of ``docs/contract.md`` that it tests, and each promise lists its laws.
 ``_single.py`` has the laws on one device, and the laws about operations of Optax and Python.
 ``_mapped.py`` has the laws of replicas and of sharded params. ``_pairs.py`` compares pairs of
-programs, drawn from a seed.
+programs that are drawn at random from a seed.
 
 Example:
   >>> import boostax.testing, optax
@@ -41,8 +41,8 @@ The laws in ``PAIR_LAWS`` also accept a seed, which draws the programs that the 
 def laws_for(case: Case) -> dict[str, Law]:
     """Return the laws that apply to a case, by name.
 
-    A reduction has no laws on a single device. Laws about skipping need a transformation that
-    skips, and the law of residuals needs a transformation with residuals.
+    A reduction has no laws on a single device. Laws about skipping apply only to transformations
+    that skip, and the law of residuals applies only to transformations with residuals.
     """
     single = SINGLE_LAWS.keys() - _single.INIT_LAWS
     anywhere = {name for name, law in PAIR_LAWS.items() if law not in MAPPED_PAIRS}

@@ -61,7 +61,7 @@ def _wave(shape: tuple[int, ...], phase: float, dtype: jax.typing.DTypeLike) -> 
 
 
 def poison(grads: PyTree, value: float, at: tuple[int, ...] | None = None) -> PyTree:
-    """Replace one element of the first leaf, by default the first element."""
+    """Replace one element of the first leaf by ``value``, by default the first element."""
     leaves, treedef = jax.tree.flatten(grads)
     leaves[0] = leaves[0].at[at or (0,) * leaves[0].ndim].set(value)
     return jax.tree.unflatten(treedef, leaves)

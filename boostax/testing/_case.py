@@ -34,7 +34,7 @@ class Case:
         chains it before ``inner``; ``axis_name`` is ``None`` on a single device.
       reduces: whether the transformation expects local gradients and reduces them.
       own_params: whether the params differ per replica.
-      skips: whether steps are skipped if their gradients contain a number of ``bad``.
+      skips: whether a step is skipped if its gradients contain a number from ``bad``.
       distributed: whether the transformation can be used inside a mapped function.
       by_shard: whether each shard of a leaf is treated as a leaf.
       calls: the number of calls per change of the params.
@@ -43,9 +43,9 @@ class Case:
       scaled: ``scaled(grads, state)`` multiplies the gradients by the scales of the loss, if a
         loss has several scales.
       bad_arguments: functions that must raise an error, each with a part of the error's message.
-      compresses: whether ``inner`` receives at every call the part of local gradients that a
-        codec sends, and a residual stores the rest.
-      bad: numbers that no step may apply; the square of the finite number overflows.
+      compresses: whether ``inner`` receives in every call only the part of local gradients that a
+        codec sends, while a residual stores the other part.
+      bad: numbers that make a gradient bad: NaN, infinity, and a number whose square overflows.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Case:
         return drawn(self.make(optimizer() if inner is None else inner, None))
 
     def mapped(self, axis_name: AxisName, inner: Any = None) -> Chain:
-        """Make the transformation for a mapped function, behind a mean unless it reduces."""
+        """Make the transformation for a mapped function, after a mean unless the case reduces."""
         inner = optimizer() if inner is None else inner
         inner = inner if self.reduces else optax.chain(all_reduce(axis_name), inner)
         return drawn(self.make(inner, axis_name))
@@ -146,7 +146,7 @@ def start(case: Case, tx: optax.GradientTransformation, replicas: int | None) ->
 
 
 def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) -> Carry:
-    """Run a step with each of these gradients."""
+    """Run one step for each of these gradients, in order."""
     return functools.reduce(lambda carry, grad: step(*carry, grad), grads, carry)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of a loss: every way to train on a mesh gives the same result as one device."""
+"""The law of a loss: every way to train on a mesh gives the result of training on one device."""
 
 import importlib.util
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _REDUCED = optax.chain(all_reduce(), _SGD)
 def check_loss(
     loss_fn: Loss, params: PyTree, batch: PyTree, *, rtol: float = 1e-5, only: str = ""
 ) -> None:
-    """Check that every way to train a loss on a mesh gives the same result as one device.
+    """Check that every way to train a loss on a mesh gives the result of training on one device.
 
     The ways are ``step``, ``FSDP``, ``ZeRO-1``, ``HSDP``, ``another axis``, ``micro-batches``,
     ``own loop``, ``audit``, and ``nnx.Optimizer`` if Flax is installed. Each way runs two steps of
@@ -43,7 +43,7 @@ def check_loss(
       only: the name of a single way to check; an empty name means all ways.
 
     Raises:
-      AssertionError: training differs; the message names the way.
+      AssertionError: the result of a way differs; the message names the way.
 
     Example:
       >>> import boostax.testing, jax, jax.numpy as jnp
@@ -66,7 +66,7 @@ def _mesh(**sizes: int) -> Mesh:
 
 
 def _spec(axis: str, size: int, x: jax.Array) -> PartitionSpec:
-    """Return the spec that shards a param's first dimension of a multiple of the axis size."""
+    """Return the spec that shards the first dimension that is a multiple of the axis size."""
     dims = [i for i, length in enumerate(jnp.shape(x)) if length and length % size == 0]
     return PartitionSpec(*[None] * dims[0], axis) if dims else PartitionSpec()
 

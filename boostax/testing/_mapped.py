@@ -61,13 +61,13 @@ def over_devices(fn: Fn, in_specs: PyTree, out_specs: PyTree, check_vma: bool = 
 
 
 def assert_like(case: Case, params: PyTree, stacked: PyTree, what: str, tol: float = 1e-6) -> None:
-    """Compare params outside of a mapped function with every replica's params."""
+    """Compare params from outside of a mapped function with every replica's params from inside."""
     actual = stacked if case.own_params else jax.tree.map(lambda x: x[0], stacked)
     arrays.assert_close(params.local if case.own_params else params, actual, what, tol)
 
 
 def replicas_stay_equal_in_every_mode(case: Case) -> None:
-    """Promise 6: params are bit-equal on all replicas, and all modes give the same params.
+    """Promise 6: params are bit-equal on all replicas, and all of ``MODES`` give the same params.
 
     Params that differ per replica by design need not be equal.
     """
@@ -81,7 +81,7 @@ def replicas_stay_equal_in_every_mode(case: Case) -> None:
 
 
 def results_are_typed_equal(case: Case) -> None:
-    """Promise 6: JAX's check accepts a replicated out spec of the params, and the state's specs."""
+    """Promise 6: ``check_vma`` accepts replicated params and the specs of ``state_specs``."""
     tx = case.mapped(AXIS)
     start = _case.start(case, tx, jax.device_count())
     specs = states.state_specs(tx, arrays.even_params(), axis_name=AXIS)
@@ -101,7 +101,7 @@ def results_are_typed_equal(case: Case) -> None:
 
 
 def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
-    """Promise 7: one NaN on one replica skips the step on all replicas, in every mode."""
+    """Promise 7: one NaN on one replica skips the step on all replicas, in all ``MODES``."""
     for mode in MODES:
         skips(case, functools.partial(train_mapped, case, mode), jax.device_count(), mode)
 
@@ -117,7 +117,7 @@ def skips(case: Case, train: Callable[..., Carry], replicas: int, what: str) -> 
 
 
 def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
-    """Promise 5: a hundred steps of NaN on all replicas change nothing, in every mode."""
+    """Promise 5: a hundred steps of NaN on all replicas change nothing, in all ``MODES``."""
     tx = case.mapped(AXIS)
     nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), replica_grads(0, jax.device_count()))
 
@@ -137,12 +137,12 @@ def reduced_gradients_are_refused(case: Case) -> None:
 
 
 def local_params_give_local_gradients(case: Case) -> None:
-    """Promise 6: ``jax.grad`` of cast params is accepted with checking on."""
+    """Promise 6: with ``check_vma``, the gradient at ``local_params(params)`` is accepted."""
     _trace_step(case, lambda params: local_params(params, axis_name=AXIS))
 
 
 def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
-    """Trace a step in a checked ``shard_map``, with the gradient at ``prepare(params)``."""
+    """Trace a step in ``shard_map`` with ``check_vma``; its gradient is at ``prepare(params)``."""
     tx = case.mapped(AXIS)
 
     def local(params: PyTree, x: jax.Array) -> PyTree:
@@ -156,7 +156,7 @@ def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
 
 
 def what_is_not_sent_waits(case: Case) -> None:
-    """Promise 15: the mean of gradients and old residuals is the sent mean plus new residuals."""
+    """Promise 15: the sent mean + the mean of new residuals = mean(gradients + old residuals)."""
     replicas, params = 4, arrays.even_params()
     tx = drawn(case.make(optax.identity(), AXIS))
     init = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
@@ -179,7 +179,7 @@ def what_is_not_sent_waits(case: Case) -> None:
 
 
 def an_unbound_axis_is_named(case: Case) -> None:
-    """Promise 9: outside a mapped function the error names the axis."""
+    """Promise 9: outside of a mapped function, the error names the missing axis."""
     tx = case.mapped(AXIS)
     raises(lambda: train(tx, arrays.even_params(), [arrays.even_params()]), repr(AXIS))
 
@@ -240,7 +240,7 @@ def placements(replicas: int, others: int, kind: AxisType) -> list[Placed]:
 
 
 def train_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
-    """Train in plain ``jit`` on stacked local gradients; every array must keep its sharding."""
+    """Train in ``jit`` on stacked local gradients; require that all arrays keep their shardings."""
     params = placed.place(arrays.even_params())
     tx = on_mesh(case.mapped(AXIS), params, axis_name=AXIS, shard_optimizer=placed.shard_optimizer)
     stacked = placed.stack(arrays.stack([arrays.even_params()] * placed.mesh.shape[AXIS]))
@@ -254,12 +254,12 @@ def train_placed(case: Case, placed: Placed, windows: list[PyTree]) -> Carry:
 
 
 def any_placement_means_the_same(case: Case) -> None:
-    """Promise 11: all placements of the params give the same results, such as ZeRO and FSDP."""
+    """Promise 11: all placements of the params, such as ZeRO and FSDP, give the same results."""
     _means_the_same(case, AxisType.Auto)
 
 
 def any_placement_means_the_same_on_an_explicit_mesh(case: Case) -> None:
-    """Promise 11: training gives the same results on an Explicit mesh."""
+    """Promise 11: all placements of the params give the same results on an Explicit mesh."""
     _means_the_same(case, AxisType.Explicit)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws about two different programs with equal results, drawn from a seed."""
+"""Laws about pairs of different programs with equal results, drawn at random from a seed."""
 
 import functools
 import importlib.util
@@ -34,7 +34,8 @@ class Setting(NamedTuple):
       replicas: ``None`` on one device, else the number of replicas under ``jax.vmap`` with a named
         axis.
       axis: the axis of the replicas.
-      tx: the case around an optimizer that depends on the scale of gradients, unlike Adam.
+      tx: the case's transformation around an optimizer that, unlike Adam, depends on the scale of
+        gradients.
     """
 
     case: Case
@@ -176,7 +177,7 @@ def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
 
 
 def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """Promise 8: a state that is migrated to a chain with one more wrapper and back is bit-equal.
+    """Promise 8: a migration to a chain with one more wrapper and back returns a bit-equal state.
 
     Training in the other chain is tested in tests/test_migrate.py.
     """
@@ -195,7 +196,7 @@ def migrated_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
 
 
 def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
-    """Promise 8: a state that is resharded to 2 or 4 times as many replicas and back is bit-equal.
+    """Promise 8: resharding to 2 or 4 times as many replicas and back returns a bit-equal state.
 
     The replicas are in one process and one placement; ``jax.device_put`` between placements is
     tested in tests/test_kill_placements.py.

@@ -44,7 +44,7 @@ def forwards_unknown_extra_arguments(case: Case) -> None:
 
 
 def keeps_types_and_traces_once(case: Case) -> None:
-    """Promise 3: states and updates keep f16, bf16, f32 and complex types in a single trace."""
+    """Promise 3: params and states keep their types (f16, bf16, f32, complex) in a single trace."""
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64):
         tx, params = _example(case, optax.adam(1e-2), dtype)
         start = (params, tx.init(params))
@@ -118,7 +118,7 @@ def works_in_every_optax_wrapper(case: Case) -> None:
 
 
 def scan_eager_and_disabled_jit_agree(case: Case) -> None:
-    """Promise 2: ``apply_gradients`` in a scan and without jit gives the result of ``update``."""
+    """Promise 2: ``apply_gradients`` in a scan gives the result of ``update``, also without jit."""
     tx = case.single()
     params = arrays.even_params()
     grads = arrays.draws(params, 2 * case.calls)
@@ -170,7 +170,7 @@ def sharded_arrays_under_plain_jit(case: Case) -> None:
 
 
 def metrics_are_flat_scalars(case: Case) -> None:
-    """Promise 10: metrics are named scalars, through any wrapper."""
+    """Promise 10: metrics are named scalars, also for a transformation in a chain."""
     state = optax.chain(case.make(optimizer(), None)).init(arrays.example_params())
     for name, value in metrics(state).items():
         assert isinstance(name, str) and value.shape == (), f"{name}: {value.shape}"
@@ -186,7 +186,7 @@ def bad_arguments_raise_and_explain(case: Case) -> None:
 
 
 def survives_what_python_does_to_objects(case: Case) -> None:
-    """Promise 1: a mapped, copied, pickled or rebuilt transformation gives the same program."""
+    """Promise 1: a copied transformation, also by ``jax.tree.map``, gives the same program."""
     tx, params = case.single(), arrays.even_params()
     grads = arrays.draws(params, case.calls)
     copies = {
