@@ -1,4 +1,4 @@
-"""Train with Flax's ``TrainState``, dropout, micro-batches and an optimizer state that is sharded.
+"""Train with Flax's ``TrainState``, dropout, micro-batches and a sharded optimizer state.
 
 The program computes in f16. Each of eight emulated devices holds whole params, which the devices
 compare, and an eighth of the moments (ZeRO-1). A call splits its batch into four micro-batches and
