@@ -1,9 +1,9 @@
 """Train a Haiku network with BatchNorm and dropout, with gradients sent in 8 bits.
 
 The program computes in f16 on eight emulated devices that hold whole params, and four calls make an
-optimizer step. Each device adds the rounding error of what it sends to its next gradient;
-statistics of BatchNorm are averaged over the devices in each call. The program evaluates averaged
-params, saves inside a window, resumes on four devices, and counts what its step sends.
+optimizer step. Each device adds the rounding error of its sent gradient to its next gradient. Each
+call averages the statistics of BatchNorm over the devices. The program evaluates averaged params,
+saves inside a window, resumes on four devices, and counts what its step sends.
 
     JAX_PLATFORMS=cpu python examples/loops/haiku_loop.py
 """

@@ -1,8 +1,8 @@
-"""Train a Keras 3 model with BatchNorm in f16, in your own loop by ``stateless_call``.
+"""Train a Keras 3 model with BatchNorm in f16, in your own loop with ``stateless_call``.
 
-Eight emulated devices hold whole params; four calls make an optimizer step. The program evaluates
-averaged params, saves inside a window, resumes on four devices, and counts what a step reduces.
-``fit`` reduces in each call, because it differentiates the whole batch's loss.
+Eight emulated devices hold whole params, and four calls make an optimizer step. The program
+evaluates averaged params, saves inside a window, resumes on four devices, and counts what a step
+reduces. Keras's ``fit`` reduces in each call: it differentiates the loss of the whole batch.
 
     JAX_PLATFORMS=cpu python examples/loops/keras_loop.py
 """

@@ -2,9 +2,9 @@
 
 Eight emulated devices hold whole params, and compare their copies. The program evaluates an
 averaged head, saves inside a window of four calls, resumes on four devices, and counts what a step
-reduces. Model and optimizer change in place. Params change only in steps. Statistics of BatchNorm
-become their mean over the devices in each call where all are finite. Each device normalizes by its
-own rows (by all rows with ``axis_name="data"`` in the layer) and draws its own dropout.
+reduces. Model and optimizer change in place. Params change only in steps. Each call averages the
+statistics of BatchNorm over the devices, unless one is not finite. A device normalizes by its own
+rows (by all rows with ``axis_name="data"`` in the layer) and draws its own dropout.
 
     JAX_PLATFORMS=cpu python examples/loops/nnx_loop.py
 """

@@ -1,9 +1,9 @@
-"""Train with Flax's ``TrainState``, dropout, micro-batches and an optimizer state that is sharded.
+"""Train with Flax's ``TrainState``, dropout, micro-batches and a sharded optimizer state.
 
-The program computes in f16. Each of eight emulated devices holds whole params, which the devices
-compare, and an eighth of the moments (ZeRO-1). A call splits its batch into four micro-batches and
-makes a step. The program evaluates averaged params, saves, resumes on four devices, and counts what
-its step reduces.
+The program computes in f16. Each of eight emulated devices holds whole params and an eighth of the
+moments (ZeRO-1). The devices compare their params. A call splits its batch into four micro-batches
+and makes a step. The program evaluates averaged params, saves, resumes on four devices, and counts
+what its step reduces.
 
     JAX_PLATFORMS=cpu python examples/loops/train_state_loop.py
 """
