@@ -442,8 +442,8 @@ def test_a_step_wants_the_model_that_less_bn_changed():
     boost.make_train_step(loss_fn, inner, less_bn=report)
     for params, given, text in (
         (after, None, "less_bn must be the report of the changed model, got N"),
-        (before, report, "params must be of the changed .* as it was at norm_1"),
-        (before, dataclasses.replace(report, norms=()), "params of the model as it was at head"),
+        (before, report, "params must be of the changed .* unchanged model at norm_1"),
+        (before, dataclasses.replace(report, norms=()), "params of the unchanged model at head"),
     ):
         with pytest.raises(ValueError, match=text):
             boost.make_train_step(loss_fn, inner, params, less_bn=given)

@@ -514,8 +514,8 @@ STEPS = {
         {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"},
         r"because the backward loop averages gradients, got \('all_reduce', 'clip'\)",
     ),
-    "path": ({"layers": "blocks"}, "path must be one of stacked params"),
-    "line search": ({"tx": LINE_SEARCH}, "an optimizer without them with release=True"),
+    "path": ({"layers": "blocks"}, "path must be the path of stacked params"),
+    "line search": ({"tx": LINE_SEARCH}, "an optimizer that reads no loss with release"),
 }
 
 

@@ -340,7 +340,7 @@ def test_checkpoints_on_disk_become_snapshots(tmp_path):
     shapes, found = jax.eval_shape(start), boostax.subspace.files.snapshots
     chex.assert_trees_all_equal(found(tmp_path, shapes), path)
     for params, match in (
-        ({**start(), "w": jnp.zeros((2, 2))}, r"'params/w', which should be of \(2, 2\) like"),
+        ({**start(), "w": jnp.zeros((2, 2))}, r"'params/w', which .* should be .* of \(2, 2\)"),
         ({"other": jnp.zeros(3)}, "got 'params/other', which is not there"),
     ):
         with pytest.raises(ValueError, match=match):

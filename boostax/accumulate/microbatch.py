@@ -180,7 +180,7 @@ def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
     arrays = jax.tree.map(jnp.asarray, batch)
     if count == "stacked":
         return arrays, stacked_count(batch, _WHO), 0
-    hint = f"{PAD} Or choose another number. 'stacked' is for a batch [micro-batches, rows, ...]."
+    hint = f"{PAD} Or change microbatches. 'stacked' is for a batch [micro-batches, rows, ...]."
     for path, x in tree_leaves_with_path(arrays):
         require_even(_WHO, path, x.shape, count, f"microbatches={count}", hint=hint)
     return jax.tree.map(lambda x: x.reshape(len(x) // count, count, *x.shape[1:]), arrays), count, 1

@@ -206,7 +206,7 @@ def specs_of(
         if spec is None:
             allowed = "at the paths of the params that on_mesh received"
             got = f"another path, {trees.path_name(path) or 'the root'!r}"
-            hint = "Convert Python numbers in params by jnp.asarray, or use equinox.filter_jit."
+            hint = "Convert Python numbers in params with jnp.asarray, or use equinox.filter_jit."
             raise ValueError(checks.message(_WHO, "params", allowed, got, hint))
         owners[path] = x.shape, spec
     local = is_per_replica
