@@ -228,8 +228,8 @@ def test_files_of_other_params_are_refused_by_name(tmp_path):
     refused("must be a folder of .npz files, or", nowhere, params, FileNotFoundError)
     refused("basis.npy", matrix, params, FileNotFoundError)
     for rows, said in (
-        (np.eye(8, 7), r"pca_mat_path must be a file of \(k, 64\), a r"),
-        (np.eye(4, 64), "n_components must be at most 4, the compon"),
+        (np.eye(8, 7), r"pca_mat_path must be a file of shape \(k, 64\), with a r"),
+        (np.eye(4, 64), "n_components must be at most 4, the number of compon"),
         (np.ones((8, 64)), "pca_mat_path must be a file of orthonormal"),
     ):
         np.save(path, rows)

@@ -283,7 +283,7 @@ def by_groups(inner):
 
 
 GROUPS = (optax.chain(TRACE, by_groups(optimizer())), by_groups(optax.chain(TRACE, optimizer())))
-WHERE = "TraceState of gradients times {} at 0, times {} at {}. Put the loss scaler in"
+WHERE = "TraceState of gradients times {} at 0, but times {} at {}. Put the loss scaler in"
 INSIDE = WHERE.format("[[8.0]]", "[]", "inner_state/0")
 REFUSED = {
     "residual": (*before(TOP_K), 8.0, INSIDE.replace("Trace", "Compressed")),

@@ -509,7 +509,7 @@ STEPS = {
     "window": ({"wrap": lambda tx: boostax.accumulate(tx, 2)}, WITHOUT_GATES),
     "micro-batches": ({"microbatches": 2}, "microbatches must be 1 with release=True, got 2"),
     "freeze": ({"wrap": lambda tx: boostax.scheduled_freeze(tx, LABELS, DEPTHS)}, WITHOUT_GATES),
-    "int8": ({"tx": optax.chain(boostax.int8_reduce("data"), ADAM_OF())}, "the plain mean"),
+    "int8": ({"tx": optax.chain(boostax.int8_reduce("data"), ADAM_OF())}, "a plain mean"),
     "clip": (
         {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"},
         r"because the backward loop averages gradients, got \('all_reduce', 'clip'\)",

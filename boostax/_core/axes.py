@@ -243,7 +243,7 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     is one collective for each set of axes over which leaves are sharded.
     """
     require_bound(names, who, "shard_axes")
-    allowed = "left out where JAX does not track which leaves are sharded"
+    allowed = "left out if JAX does not track which leaves are sharded"
     valid = not names or bool(tracked(names))
     checks.require(valid, who, "shard_axes", got=names, allowed=allowed, hint="Leave check_vma on.")
     return summed(parts, lambda x: varying(x) & frozenset(names))

@@ -23,7 +23,7 @@ Rule = int | Sequence[int] | Known | None
 Axes = Literal["auto"] | Mapping[str, Rule] | Callable[[str, jax.Array], Rule]
 
 _WHO = "centralize_gradients"
-_HINT = "0 subtracts means over the first axis, (0, 1) over the first two axes, None nothing."
+_HINT = "Pass 0 or (0, 1) for means over the first one or two axes, or None to subtract nothing."
 
 
 def centralized(g: jax.Array, dims: tuple[int, ...], multiple_of: int = 1) -> jax.Array:

@@ -492,7 +492,7 @@ def check_boundaries(
         worst[path] = 0.0 if difference == 0 else float(share)
     wrong = [path for path, share in worst.items() if share > rtol]
     allowed = "a function with a scale_boundary on every edge between groups"
-    got = f"gradients that depend on the scales at {groups.few(wrong)}"
+    got = f"gradients of {groups.few(wrong)} that depend on the scales"
     hint = "A boundary is missing or wrong between the last of these params and the loss."
     checks.require(not wrong, who, "loss_fn", got, allowed, hint)
     return max(worst.values(), default=0.0)

@@ -365,7 +365,7 @@ def adasum_delta(
 
     described = describe("adasum", "adasum", names)
     mean = f"Run inner on the mean gradient over {', '.join(inside)}, "
-    what = mean + "and combine the updates by AdaSum" if inside else ""
+    what = mean + "and combine the updates with AdaSum" if inside else ""
 
     @describe(who, "delta", names, inner={"inner_state": tx}, what=what)
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:

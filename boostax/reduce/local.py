@@ -401,7 +401,7 @@ def partitioning(
     elif is_count:
         count = checks.positive_int(who, argument, partitions, hint)
     else:
-        allowed = "a positive integer, or a tree of 0, 1, ... that is a prefix of the params"
+        allowed = "a positive integer or a tree of 0, 1, ... that is a prefix of the params"
         leaves = jax.tree.leaves(partitions)
         labels = {checks.integer(who, argument, x, allowed, hint) for x in leaves}
         count = len(labels)
