@@ -237,7 +237,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def _damaged(self, step: int, what: str, unlike: bool = False) -> RuntimeError:
         older = max((x for x in self.steps() if x < step), default=None)
-        hint = f"To restore step {older}, pass step={older} or move folder {step} elsewhere."
+        hint = f"To restore step {older}, pass step={older} or move the folder {step} elsewhere."
         if older is None:
             hint = "No older step exists: restart the run, or restore the directory from a copy."
         if unlike:

@@ -676,7 +676,7 @@ def test_no_limit_passes_what_is_not_known(command):
     told = command("test_audit:endless --max-reductions 99", code=1, said=said)
     assert "pass --turns" in told.err
     command("test_audit:endless --max-reductions 7 --turns 7")
-    told = command("test_audit:without_params --max-reductions 7 --json", 1, "so are the params")
+    told = command("test_audit:without_params --max-reductions 7 --json", 1, "of unknown params")
     assert json.loads(told.out, parse_constant=pytest.fail)["flops"] is None
 
 

@@ -61,7 +61,7 @@ def distributed_items(opt_state: PyTree) -> dict[int, int]:
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
     others = [(path, x.shape) for path, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
-    allowed = f"stacked, with a first dimension of {replicas}, in arrays that differ per replica"
+    allowed = f"stacked to a first dimension of {replicas} in arrays that differ per replica"
     hint = "Use boostax.reshard_state(state, n), or stack_replicas(tx.init(params), n)."
     hint = "A step without mesh= has one replica. Pass the mesh. " * (replicas == 1) + hint
     got = [(trees.path_name(path), shape) for path, shape in others[:6]]

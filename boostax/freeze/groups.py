@@ -209,7 +209,7 @@ def _layers(
     places = {entry: i for i, entry in reversed([*enumerate(order)])}
     prefixes = [[*itertools.accumulate(name.split("/"), "{}/{}".format)] for name in names]
     idle = sorted(places.keys() - {*itertools.chain(*prefixes)}, key=places.__getitem__)
-    hint = f"These entries match no param. Params are {few(names)}."
+    hint = f"These entries match no param. The params are {few(names)}."
     checks.require(not idle, who, "order", idle, allowed, hint)
     positions = {
         path: [places[x] for leaf in members for x in prefixes[leaf] if x in places]
