@@ -20,7 +20,7 @@ Factory = TypeVar("Factory", bound=Callable[..., object])
 _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " Pass the optimizer as an argument, not as the next part of optax.chain."
-_ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass values that rows share by keyword."
+_ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass other values by keyword."
 # The notes of an argument, and the names by which users know the classes.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " If no loss is scaled, opt_state is ()."}
 _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}

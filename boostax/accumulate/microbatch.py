@@ -24,7 +24,7 @@ Count = int | Literal["stacked"]
 Normalize = Literal["mean", "sum"]
 Shape = tuple[int, ...]
 PAD = "Pad the batch, and count only real rows in boostax.Aux.weight."
-SAME = "Pass values that all rows share to the loss by keyword: step(state, batch, beta=0.1)."
+SAME = "Pass values without a dimension of rows by keyword: step(state, batch, beta=0.1)."
 
 
 class _Sums(NamedTuple):

@@ -169,7 +169,7 @@ class Options(NamedTuple):
         axes.canonical(who, names + shards, "axis_name, within and shard_axes")
         is_valid = self.scope == "leaf" or not shards
         allowed = "'leaf' with shard_axes"
-        hint = "Unsharded leaves would count once per shard; with check_vma, omit shard_axes."
+        hint = "Unsharded leaves would count once per shard. With check_vma=True, omit shard_axes."
         checks.require(is_valid, who, "scope", got=self.scope, allowed=allowed, hint=hint)
         bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
         return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
