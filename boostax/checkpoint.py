@@ -242,7 +242,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def _damaged(self, step: int, what: str, unlike: bool = False) -> RuntimeError:
         older = max((x for x in self.steps() if x < step), default=None)
-        hint = f"To restore step {older}, pass step={older} or move {step} out of the directory."
+        hint = f"To restore step {older}, pass step={older} or move the folder {step} elsewhere."
         if older is None:
             hint = "No older step exists: restart the run, or restore the directory from a copy."
         if unlike:
@@ -309,8 +309,8 @@ def _require_arrays(what: str, tree: PyTree, is_array: Callable[..., bool]) -> d
     hint = "Save nnx.as_pure((nnx.state(model), optimizer.opt_state))."
     checks.require_type(not got, _WHO, what, got, "a tree of arrays", hint)
     leaves = _named(tree)
-    hint = "Convert a number by jnp.asarray, and on a mesh place the array by jax.device_put. "
-    hint += "Save eqx.filter(state, eqx.is_array) for a module with functions."
+    hint = "Convert a number with jnp.asarray. On a mesh, place the array with jax.device_put. "
+    hint += "For a module with functions, save eqx.filter(state, eqx.is_array)."
     for name, leaf in leaves.items():
         got = f"{type(leaf).__name__} at {name}"
         checks.require_type(is_array(leaf), _WHO, what, got, "a tree of JAX arrays", hint)

@@ -101,7 +101,7 @@ class Optimizer(nnx.Optimizer[_M]):
         self.mesh: Any = None
         self.more = more
         params = nnx.as_pure(nnx.state(model, wrt, **more))
-        allowed = "a filter of some variables of the model"
+        allowed = "a filter that matches variables of the model"
         hint = f"The model has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
         checks.require(bool(jax.tree.leaves(params)), _WHO, "wrt", wrt, allowed, hint)
         is_valid = getattr(getattr(tx.update, "step", None), "__module__", "") != on_mesh.__module__

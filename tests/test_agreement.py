@@ -80,5 +80,5 @@ def test_a_gate_needs_no_axis_where_nothing_is_sent():
 def test_a_gate_of_local_gradients_that_nobody_reduces_is_refused(name, mode):
     """Its axis says that gradients are local; each replica trained by its own."""
     tx = GATES[name](SGD, axis_name="data")
-    with pytest.raises(ValueError, match="must be left out where nothing inside reduces"):
+    with pytest.raises(ValueError, match="must be left out if no part inside reduces"):
         mapped(mode, update(tx, name))

@@ -167,7 +167,7 @@ MISTAKES = (
     ({"loss_scale": "dynamc"}, "auto: loss_scale.kind must be 'dynamic' .* Did you mean 'dynamic'"),
     ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
     ({"reduce": "sum"}, 'auto: reduce.kind .* got .sum.. {"all_reduce": {"op": "sum"}} sums'),
-    ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* AdaSum use .* kind in auto's"),
+    ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* AdaSum use .* kind of auto's"),
     ({"loss_scale_manager": Theirs()}, "auto: loss_scale.kind .* boostax.config.mindspore.Dynamic"),
     ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. The argument"),
     ({"reduce": "partial"}, "partial_average: partitions must be a positive integer or a tree"),
@@ -442,8 +442,8 @@ def test_a_step_wants_the_model_that_less_bn_changed():
     boost.make_train_step(loss_fn, inner, less_bn=report)
     for params, given, text in (
         (after, None, "less_bn must be the report of the changed model, got N"),
-        (before, report, "params must be of the changed .* as it was at norm_1"),
-        (before, dataclasses.replace(report, norms=()), "params of the model as it was at head"),
+        (before, report, "params must be of the changed .* unchanged model at norm_1"),
+        (before, dataclasses.replace(report, norms=()), "params of the unchanged model at head"),
     ):
         with pytest.raises(ValueError, match=text):
             boost.make_train_step(loss_fn, inner, params, less_bn=given)

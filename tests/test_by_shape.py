@@ -309,7 +309,7 @@ def test_an_optimizer_that_chooses_matrices_by_path_is_refused():
     numbers = optax.contrib.MuonDimensionNumbers()
     chosen = lambda path, _: numbers if "w" in str(path) else None  # noqa: E731
     by_path = functools.partial(jax.tree_util.tree_map_with_path, chosen)
-    said = "treats '2x4/w0' differently.*Choose params outside: optax.partition"
+    said = "treats '2x4/w0' according to .*Choose params outside: optax.partition"
     for inner in (muon(muon_weight_dimension_numbers=by_path), partitioned()):
         with pytest.raises(ValueError, match=said):
             boostax.by_shape(inner, axis_name="data").init(matrices(2, (2, 4)))
@@ -330,7 +330,7 @@ def test_moments_of_params_with_other_names_are_refused():
     params = {"b": jnp.eye(4), "c": jnp.ones((4, 4))}
     state = tx.init(params)
     boostax.migrate_state(state, tx, params)
-    with pytest.raises(ValueError, match=r"named as in the by_shape of.*Restore the names"):
+    with pytest.raises(ValueError, match=r"named as in the by_shape st.*Restore the names"):
         boostax.migrate_state(state, tx, {"a": params["c"], "b": params["b"]})
 
 

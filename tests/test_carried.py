@@ -330,7 +330,7 @@ BAD_RULES = [
     (({"amax": "mean"},), ValueError, "rules must be 'max' or 'sum' or 'last'"),
     (("amax",), TypeError, "rules must be a mapping"),
     (({},), TypeError, "rules must be a mapping"),
-    (({"": "max"},), TypeError, "rules must be a mapping of paths"),
+    (({"": "max"},), TypeError, "rules must be a mapping from paths"),
     (({"amax": "max", "amaks": "max"},), ValueError, r"be paths of params, got \['amaks'\]"),
 ]
 

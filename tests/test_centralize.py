@@ -291,7 +291,7 @@ def test_what_may_be_of_several_layouts_is_refused(params):
     """Its outputs may be first or last, and the wrong mean is no error of any kind."""
     tx = centralize_gradients()
     for call in (tx.init, lambda params: tx.update(params, optax.EmptyState())):
-        with pytest.raises(ValueError, match="layout must be given where a kernel"):
+        with pytest.raises(ValueError, match="layout must be given if a kernel"):
             call(params)
 
 
@@ -349,12 +349,12 @@ def test_sharded_leaves_under_plain_jit(kind):
 
 
 MISFITS = [
-    ({"dens": 0}, "patterns that match params, got 'dens'.* there are 'dense/kernel'"),
-    ({"dense": 2}, "different axes of 'dense/kernel', which has 2, got 2"),
-    ({"dense": -3}, "which has 2, got -3"),
-    ({"dense": (0, -2)}, r"which has 2, got \(0, -2\)"),
-    ({"dense": 0.5}, "which has 2, got 0.5"),
-    (lambda path, leaf: (0, "b"), "which has 2, got 'b'"),
+    ({"dens": 0}, "patterns that match params, got 'dens'.* The params are 'dense/kernel'"),
+    ({"dense": 2}, "different axes of 'dense/kernel', which has 2 axes, got 2"),
+    ({"dense": -3}, "which has 2 axes, got -3"),
+    ({"dense": (0, -2)}, r"which has 2 axes, got \(0, -2\)"),
+    ({"dense": 0.5}, "which has 2 axes, got 0.5"),
+    (lambda path, leaf: (0, "b"), "which has 2 axes, got 'b'"),
     (lambda path, leaf: "all", "'auto' or 'stacked', got 'all'"),
 ]
 

@@ -219,7 +219,7 @@ def test_files_of_other_params_are_refused_by_name(tmp_path):
     folder, path = {"weight_load_dir": str(tmp_path / "weights")}, str(tmp_path / "basis.npy")
     few, matrix = {"n_components": 8} | folder, {"n_components": 8, "pca_mat_path": path}
     wider = {"fc1": params["fc1"], "fc2": {"kernel": jnp.zeros((8, 2))}}
-    refused(r"'fc2/kernel', which should be of \(8, 2\) like float32, ", few, wider)
+    refused(r"'fc2/kernel', which is .*, but should be float32 of \(8, 2\)", few, wider)
     more = {**params, "fc3": jnp.zeros(3)}
     refused("'fc3', which is not there. Names are paths in the params", few, more)
     many = {"n_components": 12} | folder
@@ -228,8 +228,8 @@ def test_files_of_other_params_are_refused_by_name(tmp_path):
     refused("must be a folder of .npz files, or", nowhere, params, FileNotFoundError)
     refused("basis.npy", matrix, params, FileNotFoundError)
     for rows, said in (
-        (np.eye(8, 7), r"pca_mat_path must be a file of \(k, 64\), a r"),
-        (np.eye(4, 64), "n_components must be at most 4, the compon"),
+        (np.eye(8, 7), r"pca_mat_path must be a file of shape \(k, 64\), with a r"),
+        (np.eye(4, 64), "n_components must be at most 4, the number of compon"),
         (np.ones((8, 64)), "pca_mat_path must be a file of orthonormal"),
     ):
         np.save(path, rows)

@@ -220,7 +220,7 @@ MEANT = [
     (of(precision.loss_scale, TWO), r"loss_scale: opt_state must contain one .* got 2"),
     (of(precision.scale_loss, jnp.float32(1), TWO), r"loss_scale: opt_state must contain .* got 2"),
     *(
-        (of(boostax.train.has_updated, tx.init(PARAMS)), "has_updated: opt_state .* got no such")
+        (of(boostax.train.has_updated, tx.init(PARAMS)), "has_updated: opt_state .* without one")
         for tx in (SGD, dynamic())
     ),
     (of(boostax.flush, WINDOW, WINDOW.init(PARAMS), PARAMS), "flush: tx must be .* hides"),
@@ -385,11 +385,11 @@ def donated(tree):
 
 WINDOW = "opt_state must be that of AccumulateState, Window, ScaleByAdamState, got that of "
 MOVED = rf"{WINDOW}LossScaleState, ScaleByAdamState\. boostax\.migrate_state\(opt_state, tx, para"
-CLASSES = r"must be in its classes, got a dict.* boostax\.migrate_state\(opt_state, tx, params\)"
+CLASSES = r"must be of its classes, got a dict.* boostax\.migrate_state\(opt_state, tx, params\)"
 GONE = r"arguments must be not yet donated, got \['{}.* Use the call's results"
-NO_STATE = r"TrainStep: state must be a TrainState, got 'dict'\. step\.init\(params\)"
+NO_STATE = r"TrainStep: state must be a TrainState, got 'dict'\. Use step\.init\(params\)"
 HANDED = [
-    (of(STEP, given(params=W | {"c": X}), X), "must be of the leaves .*'0/mu/c'.*migrate_state"),
+    (of(STEP, given(params=W | {"c": X}), X), "with the leaves of .*'0/mu/c'.*migrate_state"),
     (of(STEP, given(opt_state=OTHER), X), r"ScaleByAdamState, got .* TraceState\. bo"),
     (of(STEP, given(opt_state=(ADAM.init(W), ())), X), "'0/0/count'.*migrate_state"),
     (of(SUMS, given(opt_state=SCALE), X), f"TrainStep: {MOVED}"),

@@ -394,7 +394,7 @@ def test_the_head_is_the_dense_that_nothing_follows():
     params = model.init(KEY, IMAGES)["params"]
     assert set(params["first"]) == {"kernel", "bias"}
     assert set(params["second"]) == {"kernel", "multiplier"}
-    with pytest.raises(ValueError, match="False for a model that no Dense ends"):
+    with pytest.raises(ValueError, match="False for a model that does not end with a Dense"):
         less_bn(Gated(False), IMAGES)
 
 
@@ -410,7 +410,7 @@ WRONG = {
     "match BatchNorms, got 'n'": (Linen(basic), {"remove": "norm_1"}),
     "BatchNorms: stem_norm: in no residual branch; norm_1: in no ": (Linen(plain), {}),
     "removes a BatchNorm, got None. Nothing would change. .*: none.": (nn.Dense(2), {}),
-    "False for a model that no Dense ends, got T": (nn.Conv(2, (3, 3)), {"normalized_head": True}),
+    "model that does not end with a Dense, got T": (nn.Conv(2, (3, 3)), {"normalized_head": True}),
     "multiplier must be positive, got 0": (Linen(basic), {"multiplier": 0}),
 }
 

@@ -283,12 +283,12 @@ def by_groups(inner):
 
 
 GROUPS = (optax.chain(TRACE, by_groups(optimizer())), by_groups(optax.chain(TRACE, optimizer())))
-WHERE = "TraceState at 0 of gradients times {}, and times {} at {}. Put the loss scaler in"
+WHERE = "TraceState of gradients times {} at 0, but times {} at {}. Put the loss scaler in"
 INSIDE = WHERE.format("[[8.0]]", "[]", "inner_state/0")
 REFUSED = {
     "residual": (*before(TOP_K), 8.0, INSIDE.replace("Trace", "Compressed")),
     "momentum": (*before(TRACE), 8.0, INSIDE),
-    "momentum, out of it": (*before(TRACE)[::-1], 8.0, "at inner_state/0 of gradients times []"),
+    "momentum, out of it": (*before(TRACE)[::-1], 8.0, "of gradients times [] at inner_state/0"),
     "moments": (*before(optax.scale_by_adam()), 8.0, INSIDE.replace("Trace", "ScaleByAdam")),
     "groups": (*GROUPS, np.array([8.0, 4.0]), WHERE.format("[[4.0, 8.0]]", "[]", "inner_state/0")),
     "before a part": (*PARTS, 8.0, WHERE.format("[[8.0]]", "[]", "0")),

@@ -509,13 +509,13 @@ STEPS = {
     "window": ({"wrap": lambda tx: boostax.accumulate(tx, 2)}, WITHOUT_GATES),
     "micro-batches": ({"microbatches": 2}, "microbatches must be 1 with release=True, got 2"),
     "freeze": ({"wrap": lambda tx: boostax.scheduled_freeze(tx, LABELS, DEPTHS)}, WITHOUT_GATES),
-    "int8": ({"tx": optax.chain(boostax.int8_reduce("data"), ADAM_OF())}, "the plain mean"),
+    "int8": ({"tx": optax.chain(boostax.int8_reduce("data"), ADAM_OF())}, "a plain mean"),
     "clip": (
         {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"},
         r"because the backward loop averages gradients, got \('all_reduce', 'clip'\)",
     ),
-    "path": ({"layers": "blocks"}, "path must be one of stacked params"),
-    "line search": ({"tx": LINE_SEARCH}, "an optimizer without them with release=True"),
+    "path": ({"layers": "blocks"}, "path must be the path of stacked params"),
+    "line search": ({"tx": LINE_SEARCH}, "an optimizer that reads no loss with release"),
 }
 
 

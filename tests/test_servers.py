@@ -295,7 +295,7 @@ def test_no_more_devices_than_a_server_has_take_a_mean(devices):
 
 
 REFUSED = [
-    (4, (8,), r"one of at most 4 devices, .* got \[8\]\. .* jax.make_mesh\(\(2, 4\), \('server', "),
+    (4, (8,), r"one axis of at most 4 devi.* got \[8\]\. .* jax.make_mesh\(\(2, 4\), \('server', "),
     (4, (4, 2), r"got \[4, 2\]\. Use the mesh of boost.mesh\(\), jax.make_mesh\(\(2, 4\), "),
     (16, (4, 2), r"got \[4, 2\]\. .* jax.make_mesh\(\(8,\), \('data',\)\), and axis_name="),
     (3, (8,), "^Boost: the number of devices must be a multiple of the 3 devices of a server, got"),

@@ -163,7 +163,7 @@ def test_two_axes_are_one_or_are_named_as_two_levels():
     assert step.replicas == DEVICES
     assert_near(found.params, trained(flat, False, 4)[1].params)
     apart = optax.chain(boostax.all_reduce("fast"), boostax.adasum("slow"), optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"must be all replica axes .*within= for two levels"):
+    with pytest.raises(ValueError, match=r"must be all replica axes .*For two levels, use adasum"):
         trained(apart, False, 1, **TWO_LEVELS)
 
 

@@ -318,7 +318,7 @@ def bare_sizes(name):
 
 @pytest.mark.parametrize("name", lanes(EVERY, ["adamw", "lion"]))
 @pytest.mark.parametrize("moments", ["int8", "log8"])
-@pytest.mark.filterwarnings("ignore:.*in int8 rounds")
+@pytest.mark.filterwarnings("ignore:.*int8 rounds")
 def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
     tx = store(EVERY[name], params="stochastic", moments=moments)
     low_sums = {"dtype": "bfloat16", "rounding": "stochastic"}
@@ -329,7 +329,7 @@ def test_six_bytes_a_param_with_a_window_and_no_more_in_between(name, moments):
 
 def test_second_moments_in_int8_warn():
     tx = store(optax.adam(1e-3), moments={"*mu": "log8", "*nu": "int8"})
-    with pytest.warns(UserWarning, match="nu' in int8 rounds small values to 0, .* use 'log8'"):
+    with pytest.warns(UserWarning, match="int8 rounds small values of .*nu' to 0, .* Use 'log8'"):
         tx.init(jnp.ones((64, 64)))
 
 
@@ -440,7 +440,7 @@ def test_shards_in_ones_own_shard_map_have_the_scales_of_their_blocks(shape, spe
         alone, _ = boostax.apply_gradients(tx, grads, tx.init(params), params)
         np.testing.assert_allclose(new, alone, rtol=1e-6)
     elif check or shape[0] > formats.BLOCK:
-        with pytest.raises(ValueError, match=r"have no blocks .* got '0/mu'"):
+        with pytest.raises(ValueError, match=r"dimensions without blocks, got '0/mu'"):
             jax.eval_shape(step, params, state, grads)
 
 

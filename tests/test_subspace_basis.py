@@ -139,13 +139,13 @@ def test_a_basis_of_other_params_or_a_broken_file_is_refused(tmp_path):
             Basis.load(path, params)
 
     said = (
-        f"Basis.load: params must be those of {path}, got 'components/w', which should be of "
-        "(2, 3, 2) like float32, and is float32 of (2, 2, 3) there. Names are paths in the params, "
+        f"Basis.load: params must be those of {path}, got 'components/w', which is float32 "
+        "of (2, 2, 3) there, but should be float32 of (2, 3, 2). Names are paths in the params, "
         "such as 'layer/kernel'."
     )
     refused(f"^{re.escape(said)}$", {**params, "w": jnp.zeros((3, 2))})
     refused("got 'components/v', which is not there", {"v": params["w"]})
-    refused(r"\(2, 4\) like complex64, and is float32 of", {**params, "b": jnp.zeros(4, complex)})
+    refused(r"is float32 .* be complex64 of \(2, 4\)", {**params, "b": jnp.zeros(4, complex)})
     path.write_bytes(path.read_bytes()[:-40])
     refused(r"path must be a whole \.npz file, got")
     path.unlink()
@@ -181,8 +181,8 @@ def test_missing_directions_are_named_and_zero_inside_jit():
         pca_basis(line, 2)
     assert str(error.value) == (
         "pca_basis: n_components must be at most 1, the number of directions in which these "
-        "snapshots differ beyond their rounding, got 2. Choose fewer, or snapshots that are "
-        "further from each other."
+        "snapshots differ beyond their rounding, got 2. Choose fewer components, or "
+        "snapshots that differ more."
     )
     got = jax.jit(lambda x: pca_basis(x, 2))(line)
     np.testing.assert_allclose(got.components["w"], [[0.6, 0.8, 0], [0, 0, 0]], atol=1e-6)
@@ -210,7 +210,7 @@ REFUSED = {
     "dim_reduce: update must be given params, value, value_fn, got no value_fn.": (
         lambda _: step(value=1.0)
     ),
-    "replace_basis: opt_state must be one with a DimReduceState, got no such.": (
+    "replace_basis: opt_state must be a tree with a DimReduceState, got a tree without one.": (
         lambda _: replace(optax.adam(1.0).init(jnp.ones(3)), BASIS)
     ),
     "replace_basis: basis must be of the shapes (3, 3), got (2, 3).": (
@@ -221,10 +221,10 @@ REFUSED = {
     "pca_basis: n_components must be a positive integer, got 0. ": lambda x: pca_basis(x, 0),
     "pca_basis: snapshots must be a tree of arrays with one leading dimension, got [(3,), (5,)]. "
     "Stack the snapshots of each leaf, or pass": lambda x: pca_basis({"a": x, "b": x[:3]}, 2),
-    "pca_basis: snapshots must be finite, got a NaN or infinity. Look for the step at which": (
+    "pca_basis: snapshots must be finite, got a NaN or infinity. Find the step at which": (
         lambda x: pca_basis(x.at[1, 1].set(jnp.inf), 2)
     ),
-    "trajectory: opt_state must be one with a TrajectoryState, got no such. Put "
+    "trajectory: opt_state must be a tree with a TrajectoryState, got a tree without one. Put "
     "boostax.subspace.": lambda x: trajectory(optax.sgd(0.1).init(x)),
     "record_trajectory: params must be given to update, got None. The params are recorded.": (
         lambda x: record_trajectory(3).update(x, record_trajectory(3).init(x))

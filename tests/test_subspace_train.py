@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(scaled):
 
 
 def test_a_window_of_several_calls_is_refused():
-    with pytest.raises(ValueError, match=r"every must be 1 around a line search.*loss is that of"):
+    with pytest.raises(ValueError, match=r"every must be 1 around a line search.*reads the loss"):
         train(boostax.accumulate(boostax.dim_reduce(basis_of(5)), 2), steps=1)
     state, _ = train(boostax.accumulate(boostax.dim_reduce(basis_of(5)), 1), steps=2)
     assert int(state.opt_state.inner_state.steps) == 2
@@ -340,7 +340,7 @@ def test_checkpoints_on_disk_become_snapshots(tmp_path):
     shapes, found = jax.eval_shape(start), boostax.subspace.files.snapshots
     chex.assert_trees_all_equal(found(tmp_path, shapes), path)
     for params, match in (
-        ({**start(), "w": jnp.zeros((2, 2))}, r"'params/w', which should be of \(2, 2\) like"),
+        ({**start(), "w": jnp.zeros((2, 2))}, r"'params/w', which .* should be .* of \(2, 2\)"),
         ({"other": jnp.zeros(3)}, "got 'params/other', which is not there"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -106,19 +106,19 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     """Return the replica axes of a mesh: the given names, or the only axis of the mesh."""
     if mesh is None:
         return canonical(who, axis_name)
-    hint = "Make a mesh by jax.make_mesh((8,), ('data',))."
+    hint = "Make a mesh with jax.make_mesh((8,), ('data',))."
     checks.require_type(hasattr(mesh, "axis_names"), who, "mesh", mesh, "a jax.sharding.Mesh", hint)
     names = canonical(who, axis_name) or (mesh.axis_names if len(mesh.axis_names) == 1 else ())
     allowed = f"among the mesh's axes {tuple(mesh.shape)}"
     valid = bool(names) and set(names) <= set(mesh.axis_names)
-    hint = "The batch is split over this axis. Make a mesh by jax.make_mesh((n,), ('data',))."
+    hint = "The batch is split over axis_name. Make a mesh with jax.make_mesh((n,), ('data',))."
     checks.require(valid, who, "axis_name", got=axis_name, allowed=allowed, hint=hint)
     return names
 
 
 # In a plain jit, XLA shards arrays but binds no axis. A train step would bind the replica axes.
 _IN_JIT = (
-    "in plain jit omit axis_name and wrap the chain by boostax.on_mesh(tx, params, axis_name=...) "
+    "in plain jit omit axis_name and wrap the chain: boostax.on_mesh(tx, params, axis_name=...), "
     "or boostax.nnx.Optimizer(..., axis_name=...). boostax.make_train_step also binds the axis."
 )
 
@@ -243,7 +243,7 @@ def shard_total(parts: list[jax.Array], names: tuple[str, ...], who: str) -> jax
     sharded. There is one collective for each set of axes over which leaves are sharded.
     """
     require_bound(names, who, "shard_axes")
-    allowed = "left out where JAX does not track which leaves are sharded"
+    allowed = "left out if JAX does not track which leaves are sharded"
     valid = not names or bool(tracked(names))
     checks.require(valid, who, "shard_axes", got=names, allowed=allowed, hint="Leave check_vma on.")
     return summed(parts, lambda x: varying(x) & frozenset(names))
@@ -285,7 +285,7 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
     """
     over = sorted(varying(predicate))
     what = "the decision to run the inner transformation"
-    hint = "Gradients differ over these axes. Reduce them first, or name all axes in axis_name."
+    hint = "Reduce the gradients, which differ over these axes, or pass the axes in axis_name."
     checks.require(not over, who, what, got=over, allowed="the same on all replicas", hint=hint)
 
 
@@ -307,7 +307,7 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
         # Integers are not checked. They are indices of sparse gradients, which may be equal on all
         # replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            got = f"{trees.path_name(path)!r} equal over {missing}, which jax.grad sums"
+            got = f"{trees.path_name(path)!r}, which is already reduced over {missing}"
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))
 
 

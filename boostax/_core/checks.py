@@ -19,11 +19,11 @@ Choice = TypeVar("Choice", bound=str)
 Factory = TypeVar("Factory", bound=Callable[..., object])
 _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
-_AROUND = " Put it around an optimizer, not next to it in optax.chain."
-_ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass what the rows share by keyword."
+_AROUND = " Pass the optimizer as an argument, not as the next part of optax.chain."
+_ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass other values by keyword."
 # ``_NOTES`` has more hints for errors about an argument. ``_CALLS`` has the functions by which
 # users know boostax's classes.
-_NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " Without a loss scale, opt_state is ()."}
+_NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " If no loss is scaled, opt_state is ()."}
 _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 
 
@@ -79,7 +79,7 @@ def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> 
 def require_scalar(who: str, argument: str, value: object) -> None:
     """Refuse an array with dimensions, because an array of one element would broadcast."""
     shape = getattr(value, "shape", ())
-    hint = f"{argument}.reshape(()) makes a scalar of one element, .sum() of more."
+    hint = f"{argument}.reshape(()) makes a scalar of one element; .sum() adds several."
     require(not shape, who, argument, shape, "shaped ()", hint)
 
 

@@ -138,7 +138,7 @@ def describe(
       >>> boostax.explain(tx, jnp.zeros(2)).parts[0].role
       'rate'
     """
-    checks.choice("describe", "role", role, Role, "A part with the role 'unknown' is not checked.")
+    checks.choice("describe", "role", role, Role, "'unknown' means that the order is not checked.")
 
     def decorate(update: Update) -> Update:
         @functools.wraps(update)

@@ -217,7 +217,7 @@ def flush_inner(tx: Extended, state: PyTree, params: PyTree, extra: Extra) -> St
         return gate.flush(state, params, **extra)
     hidden = [type(node).__name__ for node in trees.telling(state, protocols.Window)]
     allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
-    hint = "optax.chain or a like wrapper hides the gate of these states. Put the gate outside."
+    hint = "A wrapper such as optax.chain hides the gate of these states. Put the gate outermost."
     checks.require(not hidden, "flush", "tx", got=hidden, allowed=allowed, hint=hint)
     return params, state
 
@@ -268,7 +268,7 @@ def run_or_hold(
         _require_agreed(replay, names, who)
     # These zeros have the dtype, the sharding and the varying axes of the updates.
     old = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
-    hint = "Make a state for these gradients by tx.init(params)."
+    hint = "Make the state with tx.init, from params of the gradients' shapes."
     for what, tree, new_types in zip(("params", "state"), old, types, strict=True):
         trees.require_shapes(who, what, tree, new_types, hint)
     old = axes.unify(old, types)
@@ -313,11 +313,11 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     missing = ", ".join(map(repr, sorted(sent - seen.union(names))))
     got = f"{names or None}, and a part inside communicates over {missing}"
     allowed = "all axes over which the parts inside communicate"
-    hint = "Pass these axes in axis_name. Replicas that decide alone deadlock in a collective."
+    hint = "Pass all these axes. Replicas that decide separately would deadlock in a collective."
     checks.require(not missing, who, "axis_name", got, allowed, hint)
     reduced = not names or not sent.isdisjoint(names) or names[0] in seen
     hint = f"Local gradients need a reduction inside, such as boostax.all_reduce({names[:1]})."
-    checks.require(reduced, who, "axis_name", names, "left out where nothing inside reduces", hint)
+    checks.require(reduced, who, "axis_name", names, "left out if no part inside reduces", hint)
 
 
 Branch = Callable[..., PyTree]

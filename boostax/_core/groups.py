@@ -47,7 +47,7 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
         labels = [groups(name, leaf) for name, leaf in trees.named(params)]
     else:
         labels = _spread(who, groups, params)
-    hint = "This is the group of {!r}. A list, ['embed', 'block_*'], has patterns of groups."
+    hint = "The leaf is {!r}. A list such as ['embed', 'block_*'] has a pattern for each group."
     pairs = zip(labels, map(hint.format, names), strict=True)
     numbers = [checks.integer(who, "groups", label, "integers", hint) for label, hint in pairs]
     present = sorted(set(numbers))
@@ -87,7 +87,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
         pairs = groups.items() if isinstance(groups, dict) else ()
         if pairs and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs):
             return _by_name(who, groups, trees.names(params))
-        allowed = "a tree of integers or its prefix, patterns, or a function of a path and a leaf"
+        allowed = "a tree or prefix of integers, a list of patterns, or a function of path and leaf"
         raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
 
 
@@ -102,7 +102,7 @@ def _by_name(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
     indices = _matched(who, patterns, names)
     missed = [name for name, i in zip(names, indices, strict=True) if i == len(numbers)]
-    allowed = "a dictionary whose names match every leaf"
+    allowed = "a dictionary whose names together match every leaf"
     checks.require(not missed, who, "groups", groups, allowed, f"No name matches {few(missed)}.")
     return [numbers[i] for i in indices]
 
@@ -114,7 +114,7 @@ def _matched(who: str, groups: Sequence[PyTree], names: list[str]) -> list[int]:
             hits = [x for x in names if isinstance(pattern, str) and matches(x, pattern)]
             hint = f"The pattern matches no param. The params are {few(names)}."
             checks.require(bool(hits), who, "groups", pattern, "patterns that match params", hint)
-            allowed = "patterns that match no leaf twice"
+            allowed = "patterns that match each leaf at most once"
             for name in hits:
                 number, first = first_match.setdefault(name, (i, pattern))
                 hint = f"Both patterns match {name!r}. Change one pattern."

@@ -30,10 +30,10 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
         ``None``.
     """
     got = "gradients that were clipped, decayed or changed otherwise"
-    allowed = "gradients of the backward pass, after casts, constant factors and means alone"
+    allowed = "gradients of the backward pass changed only by casts, constant factors and means"
     hint = (
-        "The loss scale still multiplies these gradients, so a bound or decay has another meaning "
-        "at every scale: dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), ...))."
+        "The loss scale still multiplies these gradients, so a bound depends on the scale. Clip "
+        "inside the scaler: dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), ...))."
     )
     checks.require(not _is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
 

@@ -36,7 +36,7 @@ Fact = TypeVar("Fact")
 
 # No other check would notice a misread program, so these hints name the consequence.
 _TESTED = "Install tested versions in a checkout: pip install -c constraints.txt ."
-_MISSED = f"The program inside would be missed. {_TESTED}"
+_MISSED = f"boostax would ignore the program of this equation. {_TESTED}"
 _MIXED = f"Constants would be confused with the carry. {_TESTED}"
 
 

@@ -52,7 +52,7 @@ def require_order(who: str, call: str, **arguments: PyTree) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(arguments)
     untraced = [(path, x) for path, x in leaves if not isinstance(x, Tracer)]
     gone = [trees.path_name(path) for path, x in untraced if getattr(x, "is_deleted", bool)()]
-    hint = "A donating call deletes its arrays. Use the call's results, or copy the arrays before."
+    hint = "A call deletes the arrays it donates. Use the call's results, or copy the arrays."
     checks.require(not gone, who, "arguments", f"{gone[:4]} donated", "not yet donated", hint)
     allowed = "without an optimizer state"
     hint = f"The call is {call}."
@@ -86,10 +86,10 @@ def require_as_made(who: str, what: str, state: PyTree, expected: PyTree) -> PyT
     hint, error = (_MOVES, ValueError) if mine else (trees.LOST, TypeError)
     checks.require(mine == theirs, who, what, got, f"that of {theirs}", hint, error)
     odd = sorted({*trees.names(state)} ^ {*trees.names(expected)})
-    allowed = "of the leaves that tx.init(params) makes"
-    hint = f"Make params and state by the same init. {_MOVES}"
-    checks.require(not odd, who, what, f"others at {odd[:4]}", allowed, hint)
+    allowed = "a state with the leaves of tx.init(params)"
+    hint = f"Pass the params with which the state was made. {_MOVES}"
+    checks.require(not odd, who, what, f"others, {odd[:4]}", allowed, hint)
     state = jax.tree.unflatten(jax.tree.structure(expected), jax.tree.leaves(state))
-    hint = "Make a state by tx.init(params), or convert it by boostax.reshard_state(state, n)."
+    hint = "Use tx.init(params), or convert the state with boostax.reshard_state(state, n)."
     trees.require_shapes(who, what, state, expected, hint)
     return state

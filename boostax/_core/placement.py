@@ -116,10 +116,10 @@ class Placement:
                 {x.shape for x, is_local in zip(leaves, differs, strict=True) if is_local}
             )
             hint = (
-                "Arrays of these shapes differ. Put a reduction, such as boostax.all_reduce, first "
-                "in the innermost chain, and pass axis_name to every scaler and window around the "
-                "reduction. In place of optax.MultiSteps and optax.apply_if_finite, which have no "
-                "axis_name, use boostax.accumulate and boostax.skip_bad_steps."
+                "Arrays of these shapes differ between replicas. Put a reduction such as "
+                "boostax.all_reduce first in the innermost chain, and pass axis_name to every "
+                "scaler and window around the reduction. optax.MultiSteps and apply_if_finite have "
+                "no axis_name: use boostax.accumulate and boostax.skip_bad_steps instead."
             )
             allowed = "the same on all replicas"
             checks.require(not shapes, "on_mesh", "params and updates", shapes, allowed, hint)
@@ -152,7 +152,7 @@ class Placement:
         if len(self.names) == len(self.mesh.axis_names):
             return P()
         spec = self.spec(path)
-        allowed = f"at the params' paths where a mesh has axes besides {', '.join(self.names)}"
+        allowed = f"at the params' paths if the mesh has axes other than {', '.join(self.names)}"
         hint = "Put the reduction outside of the wrapper that renames or flattens the gradients."
         checks.require(spec is not None, who, "gradients", trees.path_name(path), allowed, hint)
         return without(spec or P(), self.names)

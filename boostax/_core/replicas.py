@@ -61,9 +61,9 @@ def distributed_items(opt_state: PyTree) -> dict[int, int]:
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
     others = [(path, x.shape) for path, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
-    allowed = f"led by a dimension of {replicas} replicas in parts that differ per replica"
+    allowed = f"stacked to a first dimension of {replicas} in arrays that differ per replica"
     hint = "Use boostax.reshard_state(state, n), or stack_replicas(tx.init(params), n)."
-    hint = "A step without mesh= has one replica: pass the mesh. " * (replicas == 1) + hint
+    hint = "A step without mesh= has one replica. Pass the mesh. " * (replicas == 1) + hint
     got = [(trees.path_name(path), shape) for path, shape in others[:6]]
     checks.require(not others, who, "state", got=got, allowed=allowed, hint=hint)
 
@@ -80,11 +80,9 @@ def require_stacked(who: str, state: PyTree) -> None:
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
-            allowed = "led by the replicas in arrays that differ per replica"
+            allowed = "stacked over the replicas in arrays that differ per replica"
             got = f"two values of {trees.path_name(path)!r}"
-            hint = (
-                "Use jax.pmap with in_axes=0 and out_axes=0, or shard_map with states.state_specs."
-            )
+            hint = "Use jax.pmap with in_axes=0, out_axes=0, or shard_map with states.state_specs."
             raise ValueError(checks.message(who, "state", allowed, got, hint))
 
 
@@ -97,7 +95,7 @@ def _local_arrays(state: PyTree) -> Iterator[tuple[KeyPath, jax.Array]]:
 
 def require_like(who: str, what: str, arrays: PyTree, grads: PyTree) -> None:
     """Refuse a state whose arrays have other shapes than the gradients, and would broadcast."""
-    hint = "For one replica, use boostax.states.enter_replica(state); for all, stack_replicas."
+    hint = "For one replica, use boostax.states.enter_replica(state). For all, use stack_replicas."
     if any(map(is_per_replica, jax.tree.leaves(grads, is_leaf=is_per_replica))):
         hint = f"Put {who} inside on_mesh: on_mesh({who}(chain(...)), params)."
     arrays = jax.tree.unflatten(jax.tree.structure(grads), jax.tree.leaves(arrays))
@@ -264,9 +262,9 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
       [[2.0], [6.0]]
     """
     checks.positive_int("reshard_state", "replicas", replicas, "Pass the new number.")
-    checks.positive_int("reshard_state", "within", within, "Pass the devices per server.")
+    checks.positive_int("reshard_state", "within", within, "Count the devices of a server.")
     allowed = f"a multiple of within={within}"
-    hint = "Replicas are devices, and within is the number of devices per server."
+    hint = "Each replica is a device, and within is the number of devices of a server."
     checks.require(not replicas % within, "reshard_state", "replicas", replicas, allowed, hint)
     state = trees.arrays(state)
     mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)

@@ -20,7 +20,7 @@ from jax.tree_util import KeyPath
 from boostax._core import checks, jaxprs, protocols, types
 from boostax._core.types import PyTree, Structure
 
-LOST = "Restore states into tx.init(params), or by boostax.migrate_state(opt_state, tx, params)."
+LOST = "Restore states into tx.init(params), or use boostax.migrate_state(opt_state, tx, params)."
 # Flax's collection of leaves whose cotangent is the new value of the leaf.
 OVERWRITE = "_overwrite_with_gradient"
 
@@ -187,7 +187,7 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
             got = f"{kind} at {path_name(path) or 'the root'!r}"
-            hint = "Remove such leaves from the trained params by eqx.partition, or by wrt= of NNX."
+            hint = "Remove such leaves from the trained params: eqx.partition, or wrt= in NNX."
             allowed = "floating or complex arrays"
             raise TypeError(checks.message(who, "gradients", allowed, got, hint))
 
@@ -209,14 +209,15 @@ def find(tree: PyTree, accepts: Callable[[PyTree], bool]) -> list[PyTree]:
         hint = "Pass the result of tx.init(params), not tx or a step."
         raise TypeError(checks.message("boostax", "a state", "a tree", type(tree).__name__, hint))
     if any(isinstance(node, dict) and "inner_state" in node for node in every_node):
-        raise TypeError(checks.message("boostax", "a state", "in its classes", "a dict", LOST))
+        raise TypeError(checks.message("boostax", "a state", "of its classes", "a dict", LOST))
     return list(filter(accepts, every_node))
 
 
 def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) -> types.State:
     """Return the outermost state of a class; refuse an optimizer state without such a state."""
     states = find(opt_state, lambda node: isinstance(node, kind))
-    checks.require(bool(states), who, "opt_state", "no such", f"one with a {kind.__name__}", hint)
+    allowed = f"a tree with a {kind.__name__}"
+    checks.require(bool(states), who, "opt_state", "a tree without one", allowed, hint)
     return states[0]
 
 

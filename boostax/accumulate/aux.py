@@ -191,7 +191,7 @@ def of_slice(
     known = as_aux(aux)
     terms = loss if isinstance(loss, dict) else {}
     got = tuple(terms)
-    allowed = f"{window or 'none'}, the terms of the window around all gradients, without carry"
+    allowed = f"{window or 'none'}, the terms of a window that no carry and no mask bypasses"
     hint = f"Pass accumulate(..., normalize={got or 'mean'!r})."
     checks.require(window in (None, got), _WHO, "the terms of the loss", got, allowed, hint)
     means = pairs(_WHO, "Aux.means", known.means)
@@ -220,7 +220,7 @@ def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     valid = isinstance(loss, float) or (is_scalar and is_pair == has_aux)
     allowed = "(loss, aux) with a floating scalar loss" if has_aux else "a floating scalar"
     got = jax.tree.map(lambda x: getattr(x, "aval", x), result)
-    hint = "Return the mean over the batch; return (loss, aux) exactly if has_aux=True."
+    hint = "Return the mean over the batch, and an aux if and only if has_aux=True."
     checks.require_type(valid, _WHO, "the result of loss_fn", got=got, allowed=allowed, hint=hint)
     return trees.at_least_float32(jnp.asarray(loss)), aux
 

@@ -107,7 +107,7 @@ def carry(
     hint = "Write rules={'router/bias': 'last'}, for example."
     by_words: dict[str, Rule] = dict(rules) if isinstance(cast(object, rules), Mapping) else {}
     is_valid = bool(by_words) and all(words.strip("/") for words in by_words)
-    checks.require_type(is_valid, _WHO, "rules", rules, "a mapping of paths to rules", hint)
+    checks.require_type(is_valid, _WHO, "rules", rules, "a mapping from paths to rules", hint)
     for rule in by_words.values():
         checks.choice(_WHO, "rules", rule, Rule, hint)
     part = _Carry(tx, {words.strip("/"): rule for words, rule in by_words.items()}, names)
@@ -127,7 +127,7 @@ class _Carry(NamedTuple):
         unused = [words for words in self.rules if not resolve({words: "last"}, params)]
         # scheduled_freeze calls init with only some of the params; the other params are masked.
         is_valid = not unused or any(map(trees.is_masked, trees.nodes(params)))
-        hint = "Pass components of a path, such as 'router/bias'; the default is flax.linen's fp8."
+        hint = "Pass parts of a path, such as 'router/bias'. The default is for fp8 of flax.linen."
         checks.require(is_valid, _WHO, "rules", got=unused, allowed="paths of params", hint=hint)
         rules = resolve(self.rules, params)
         zeros = jax.tree.map(jnp.zeros_like, params)

@@ -25,7 +25,7 @@ Count = int | Literal["stacked"]
 Normalize = Literal["mean", "sum"]
 Shape = tuple[int, ...]
 PAD = "Pad the batch, and count only real rows in boostax.Aux.weight."
-SAME = "Pass values that all rows share to the loss by keyword: step(state, batch, beta=0.1)."
+SAME = "Pass values without a dimension of rows by keyword: step(state, batch, beta=0.1)."
 
 
 class _Sums(NamedTuple):
@@ -182,7 +182,7 @@ def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
     arrays = jax.tree.map(jnp.asarray, batch)
     if count == "stacked":
         return arrays, stacked_count(batch, _WHO), 0
-    hint = f"{PAD} Or choose another number. 'stacked' is for a batch [micro-batches, rows, ...]."
+    hint = f"{PAD} Or change microbatches. 'stacked' is for a batch [micro-batches, rows, ...]."
     for path, x in tree_leaves_with_path(arrays):
         require_even(_WHO, path, x.shape, count, f"microbatches={count}", hint=hint)
     return jax.tree.map(lambda x: x.reshape(len(x) // count, count, *x.shape[1:]), arrays), count, 1

@@ -192,22 +192,22 @@ def accumulate(
       Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    hint = "every counts micro-steps per update; a schedule may be a function."
+    hint = "every is a number of micro-steps, or a function of optimizer_steps."
     every = every if callable(every) else checks.positive_int(_WHO, "every", every, hint)
     hint = "Use 'weight' for losses that are means over a varying number of tokens."
     terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()
     kind: PyTree = "weight" if terms else normalize
     checks.choice(_WHO, "normalize", kind, Kind, hint)
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
-    hint = "Only sums with dtype='bfloat16' can also be rounded 'stochastic'."
+    hint = "rounding='stochastic' is only for dtype='bfloat16'."
     roundings = Rounding if narrow == jnp.bfloat16 else ("nearest",)
     checks.choice(_WHO, "rounding", rounding, roundings, hint)
-    hint = "'sharded' stores 1/n of the sums on each device, and reduces in each call."
+    hint = "'sharded' stores 1/n of the sums on each device, and reduces gradients in each call."
     checks.choice(_WHO, "sums", sums, Sums, hint)
     names = axes.canonical(_WHO, axis_name)
     local, averaged = (names, ()) if sums == "local" else ((), names)
     part = _Windows(tx, every, kind, narrow, rounding == "stochastic", local, averaged, terms)
-    what = "" if sums == "local" else "Reduce gradients in each call, sum, then run `inner` once"
+    what = "" if sums == "local" else "Reduce gradients in each call, then run `inner` on their sum"
     described = describe(_WHO, "window", names, inner={"inner_state": tx}, what=what)
     return gate.gated(part.init, described(part.step), part.flush)
 
@@ -238,9 +238,9 @@ class _Windows(NamedTuple):
         with averaged(self.averaged):
             inner_state = gate.init_inner(self.tx, params)
         carries = trees.find(inner_state, lambda node: isinstance(node, CarryState))
-        allowed = "without carry, which must be outermost"
+        allowed = "an optimizer without carry, which must be outermost"
         hint = "Write boostax.carry(accumulate(...))."
-        checks.require(not carries, _WHO, "inner", "a wrapper that sums new values", allowed, hint)
+        checks.require(not carries, _WHO, "inner", "carry in a window", allowed, hint)
         window = None
         # Only ``every=1`` as a Python number needs no buffer. A schedule or a traced value may
         # become larger than 1.
@@ -316,11 +316,11 @@ class _Windows(NamedTuple):
         """Return the sums of a window that contains only this gradient."""
         if self.normalize != "weight":
             allowed = f"left out with normalize={self.normalize!r}"
-            hint = "Use normalize='weight' to average by boostax.Aux(weight=...)."
+            hint = "Use normalize='weight' for an average with the weights of boostax.Aux."
             checks.absent(_WHO, "weight", weight, allowed, hint)
             return Window(grads, None)
         hint = "Call update(..., weight=aux.weight) with the aux of boostax.value_and_grad."
-        allowed = f"given as the counts of {self.terms or 'tokens'} with this normalize"
+        allowed = f"the counts of {self.terms or 'tokens'} with this normalize"
         terms = tuple(sorted(weight)) if isinstance(weight, dict) else ()
         is_valid = weight is not None and terms == self.terms
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
@@ -393,7 +393,7 @@ class _Windows(NamedTuple):
 def _refused(params: PyTree) -> PyTree:
     """Refuse a line search, whose loss would be of the last micro-batch, not of the window."""
     got = "a window of several calls, whose earlier micro-batches are no longer in memory"
-    hint = "With make_train_step(microbatches=...) the loss is that of all micro-batches."
+    hint = "With make_train_step(microbatches=...), a search reads the loss of all micro-batches."
     raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
 
 
@@ -415,7 +415,7 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
 def require_weighted(opt_state: PyTree, weight: PyTree) -> None:
     """Refuse a weight for ``optax.MultiSteps``, which weighs all micro-steps alike."""
     if trees.find(opt_state, lambda x: isinstance(x, optax.MultiStepsState)):
-        hint = "MultiSteps weighs all calls alike: use boostax.accumulate(..., normalize='weight')."
+        hint = "MultiSteps weighs calls equally. Use boostax.accumulate(..., normalize='weight')."
         checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
 
 

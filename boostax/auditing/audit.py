@@ -115,7 +115,7 @@ class Audit:
     output_bytes: int = field(metadata={"bytes of results": "params_bytes"})
     aliased_bytes: int = field(metadata={"of these in arguments' buffers": "params_bytes"})
     host_bytes: int | None = field(metadata={"bytes in the host's memory": "params_bytes"})
-    overlap: float | None = field(metadata={"share of sent bytes with work meanwhile": ""})
+    overlap: float | None = field(metadata={"share of bytes sent during other work": ""})
     flops: float
     unknown_loops: tuple[str, ...]
     compile_seconds: float
@@ -295,7 +295,7 @@ def _unit(params: PyTree | int, args: tuple[Any, ...]) -> tuple[PyTree, str]:
     if not isinstance(params, int | None) or (params is None and not args):
         return params, ""
     number = params or 0
-    hint = "Pass the params as a separate argument, and its number as params= or --params."
+    hint = "Pass params as a separate argument, and the argument's number as params= or --params."
     allowed = f"below {len(args)}"
     checks.require(0 <= number < len(args), WHO, "params", got=number, allowed=allowed, hint=hint)
     tree = getattr(args[number], "params", args[number])
@@ -314,8 +314,8 @@ def _buffers(program: Program, arguments: Sequence[Argument]) -> dict[str, Any]:
     body = program.computations[program.entry].values()
     types = {int(i.literal): i.result[0][:2] for i in body if i.op == "parameter"}
     if len(types) != len(used):
-        allowed = f"{len(used)}, the number of arguments that the program uses"
-        raise hlo.unreadable("the parameters of a compiled program", allowed, len(types))
+        allowed = f"{len(used)}, as many as the arguments that the program uses"
+        raise hlo.unreadable("the parameter count of a program", allowed, len(types))
     reused = {used[i].path for i in program.aliased}
     donated = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
     in_vain = [x for x in donated if x.path not in reused]

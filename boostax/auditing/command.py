@@ -71,8 +71,8 @@ def _exceeded(options: argparse.Namespace, result: Audit) -> Iterator[str]:
         value = len(result.findings) if name == "findings" else getattr(result, name)
         # An unknown count (NaN, infinite) exceeds every limit.
         if not value <= limit:
-            loops = f"the trip counts of {', '.join(result.unknown_loops)}: pass --turns"
-            why = f"unknown, and so are {loops if value == math.inf else 'the params'}"
+            loops = f"trip counts of {', '.join(result.unknown_loops)}: pass --turns"
+            why = f"unknown, because of unknown {loops if value == math.inf else 'params'}"
             text = f"{value:.2f}, more than {limit:g}" if math.isfinite(value) else why
             yield f"{name} are {text}"
 
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--params", type=int, help="number of the argument that holds the params, by default 0")
     add("--calls", type=int, default=1, help="calls per optimizer step: the window's length")
     add("--turns", type=int, help="trip count of loops whose trip count the program does not show")
-    add("--network", help="each device's link, such as 100Mbit: adds seconds and advice")
+    add("--network", help="rate of each device's link, such as 100Mbit, for seconds and advice")
     for name, meaning in _LIMITS.items():
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="the number of CPU devices to emulate")

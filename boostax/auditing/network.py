@@ -46,9 +46,9 @@ class Network:
         record = checks.table("boostax.auditing", "network")
         nearest = min(record["first"], key=lambda x: abs(math.log(x["rate"] / self.rate)))
         rate = f"{nearest['rate'] / 1e6:g} Mbit/s"
-        tie = ", and so did all_reduce, within the error" if nearest["tie"] else ""
-        result = f"{nearest['form']} reached the loss first{tie}"
-        return f"Another program, on record at {rate} ({record['workload']}): {result}"
+        tie = " (within the error, all_reduce was as fast)" if nearest["tie"] else ""
+        result = f"{nearest['form']} reached all_reduce's last loss first{tie}"
+        return f"In the record of another program ({record['workload']}) at {rate}: {result}"
 
 
 def on_wire(

@@ -158,7 +158,7 @@ def compile_program(
     else:
         hint = "Only a TrainStep accepts them. Pass functools.partial(function, name=value)."
         checks.absent(WHO, "keywords", kwargs or None, "left out", hint)
-        checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep freezes to a depth.")
+        checks.absent(WHO, "depth", depth, "left out", "Only a TrainStep accepts a depth.")
     allowed = "a function, a TrainStep, or the result of lower() or compile()"
     hint = "Write boostax.audit(jax.jit(step), state, batch)."
     checks.require_type(callable(program), WHO, "program", got=program, allowed=allowed, hint=hint)
@@ -171,9 +171,9 @@ def compile_program(
         # The wrapper itself decides which arguments are arrays.
         return _finished(program.lower(*args) if traced is None else traced.lower(), devices)
     is_valid = isinstance(traced, jax.stages.Traced)
-    hint = "Pass the jax.jit function in it, or build the program on the target's devices."
+    hint = "Pass the wrapped jax.jit function, or build the program on the target's devices."
     got = getattr(program, "__name__", type(program).__name__)
-    allowed = "a jax.jit function if the target has other devices"
+    allowed = "a jax.jit function if the target's devices are not the arguments' devices"
     checks.require_type(is_valid, WHO, "program", got=got, allowed=allowed, hint=hint)
     return _moved(program, args, traced.args_info[0], devices)
 
@@ -191,7 +191,7 @@ def _moved(program: Any, args: PyTree, infos: PyTree, devices: Sequence[Any]) ->
     leaves, tree = jax.tree.flatten(args)
     shardings = [_sharding(x) for x in leaves]
     mesh = _mesh_of(shardings)
-    allowed = "placed by shardings over the program's mesh if a target is given"
+    allowed = "placed with shardings over the program's mesh if a target is given"
     hint = "Pass jax.ShapeDtypeStruct(shape, dtype, sharding=...) or placed arrays. On one device, "
     hint += "pass sharding=jax.sharding.SingleDeviceSharding(target_devices(target)[0])."
     size = len(devices)

@@ -189,7 +189,7 @@ class Boost:
             same = [x for x in less_bn.removed if f"/{x}/" in paths]
             if paths and less_bn.head and f"/{less_bn.head}/multiplier/" not in paths:
                 same.append(less_bn.head)
-            require(not same, "unchanged", f"params of the model as it was at {', '.join(same)}")
+            require(not same, "unchanged", f"params of the unchanged model at {', '.join(same)}")
         options.setdefault("microbatches", self.config.get("microbatches", 1))
         names = axes.of_mesh("make_train_step", options.get("axis_name"), options.get("mesh"))
         tx = self.optimizer(inner, params, axis_name=names or None, less_bn=less_bn)

@@ -453,7 +453,7 @@ def _require_same_scales(olds: list[Leaf], news: list[Leaf], matches: Leaves) ->
         other = y.holds.params or y.holds.opened
         at = matches[y.path].at
         scales = outside(at, before), outside(y.at, after)
-        words = f"{y.name} at {_spot(at)} of gradients times {scales[0]}, and times {scales[1]}"
+        words = f"{y.name} of gradients times {scales[0]} at {_spot(at)}, but times {scales[1]}"
         require(other or not owned or scales[0] == scales[1], "unit", f"{words} at {_spot(y.at)}")
 
 

@@ -63,7 +63,7 @@ def prefix_groups(
       are fewer layers than groups, MindSpore freezes nothing, and does not warn.
     """
     who = "prefix_groups"
-    checks.positive_int(who, "n", n, "4 cuts the layers into quarters.")
+    checks.positive_int(who, "n", n, "4 divides the layers into four groups.")
     if level is not None:
         checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
     leaves, treedef = jax.tree.flatten(params)
@@ -79,7 +79,7 @@ def prefix_groups(
             last = joined[path] = [*members, *([] if joined else last)]
     layers = joined or layers
     words = few([trees.path_name(path) for path in layers])
-    hint = f"Layers are {words}, each with the next norms." if layers else "Params are empty."
+    hint = f"Layers are {words}, each with the norms after it." if layers else "Params are empty."
     allowed = f"at most the number of layers, {len(layers)}"
     checks.require(n <= len(layers), who, "n", n, allowed, hint)
     labels = {x: i * n // len(layers) for i, members in enumerate(layers.values()) for x in members}
@@ -212,7 +212,7 @@ def _layers(
     places = {entry: i for i, entry in reversed([*enumerate(order)])}
     prefixes = [[*itertools.accumulate(name.split("/"), "{}/{}".format)] for name in names]
     idle = sorted(places.keys() - {*itertools.chain(*prefixes)}, key=places.__getitem__)
-    hint = f"These entries match no param. Params are {few(names)}."
+    hint = f"These entries match no param. The params are {few(names)}."
     checks.require(not idle, who, "order", idle, allowed, hint)
     positions = {
         path: [places[x] for leaf in members for x in prefixes[leaf] if x in places]

@@ -98,7 +98,7 @@ class Freezing:
         places = {(path, x.shape, x.dtype): i for i, (path, x) in enumerate(leaves)}
         some = jax.tree_util.tree_leaves_with_path(state)
         lost = [path_name(path) for path, x in some if (path, x.shape, x.dtype) not in places]
-        hint = "These leaves change with the active params. Use an optimizer without flatten."
+        hint = "These leaves change with the active params. Use an optimizer without optax.flatten."
         allowed = "an optimizer that keeps its state leaf by leaf"
         checks.require(not lost, _WHO, "inner", got=lost[:6], allowed=allowed, hint=hint)
         return Pruning(full, part, tuple(places[path, x.shape, x.dtype] for path, x in some))
@@ -178,8 +178,8 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
         """Return the arguments of ``scheduled_freeze``."""
         if isinstance(self.update, FreezingUpdate):
             return self.update.variants
-        allowed = "the one that scheduled_freeze returned"
-        hint = "Wrap the transformation inside scheduled_freeze instead."
+        allowed = "the function that scheduled_freeze returned"
+        hint = "Wrap the transformation that you pass to scheduled_freeze instead."
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:

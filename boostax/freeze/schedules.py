@@ -230,12 +230,12 @@ def freeze_schedule(
     hint = "Pass the number of optimizer steps in the whole training run."
     total_steps = checks.positive_int(_WHO, "total_steps", total_steps, hint)
     if callable(kind):
-        hint = "A callable receives the step and nothing else."
+        hint = "A callable receives only the step."
         settings = {"frozen_fraction": frozen_fraction, "seed": seed, "freeze_p": freeze_p}
         for argument, value in settings.items():
             checks.absent(_WHO, argument, value, "left out with a callable kind", hint)
         return FreezeSchedule(kind, total_steps, None, None)
-    hint = "A callable from the step to the depth is a schedule, too."
+    hint = "Or pass a function from the step to the depth."
     checks.choice(_WHO, "kind", kind, Kind, hint)
     hint = "The same seed draws the same depths on all hosts."
     seed = _below(2**32, "seed", 0 if seed is None else seed, hint)
@@ -298,7 +298,7 @@ class Plan:
     def known(self, steps: int) -> int:
         """Return the depth after ``steps`` applied steps as a Python int; raise after the end."""
         length = len(self.depths)
-        got = f"{length} steps and one more step of the run"
+        got = f"{length} steps, and the run has more steps"
         allowed = "at least as long as the run"
         hint = "Make total_steps the length of the run, or pass repeat=True."
         checks.require(steps < length or self._repeat, _WRAPPER, "schedule", got, allowed, hint)
@@ -355,7 +355,7 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
     if callable(schedule):
         # MindSpore's default length of a schedule is 65536.
         return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=65536), repeat
-    hint = "Pass boostax.freeze_schedule(...); 2 freezes the first two groups permanently."
+    hint = "Pass boostax.freeze_schedule(...). Depth 2 freezes the first two groups permanently."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
     try:
         listed = list(schedule) if isinstance(schedule, Iterable) else schedule

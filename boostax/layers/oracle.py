@@ -106,7 +106,7 @@ class LayeredOracle(Oracle):
         checks.absent("scan_layers", "layers", missing or None, allowed, hint)
         shown = [self.plan.layers.stack_of(name) is not None for name in trees.names(trained)]
         got = "used outside" if any(interpret.flow(program, shown, None, any, False)) else None
-        hint = "No gradient would arrive there. Move that code into the body, or leave layers= out."
+        hint = "A use outside gets no gradient. Move the code into the body, or leave layers= out."
         checks.absent("scan_layers", "params of layers", got, "used only in scan_layers", hint)
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:

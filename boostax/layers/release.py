@@ -73,7 +73,7 @@ def released(
     arguments = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
     got = f"one that asks for {arguments}" if arguments else None
     hint = "Layers are updated before the loss is returned. Leave release= out."
-    checks.absent(_WHO, "tx", got, "an optimizer without them with release=True", hint)
+    checks.absent(_WHO, "tx", got, "an optimizer that reads no loss with release=True", hint)
     got = " around ".join(row.part.name for row in rows(read(tx)) if row.role in _REFUSED)
     hint = "Only one layer's gradient exists at a time. Leave release= out."
     checks.absent(_WHO, "tx", got or None, "an optimizer without gates with release=True", hint)
@@ -85,7 +85,7 @@ def released(
             sources = jax.tree.leaves(gate.sources(inner, params)[0])
         got = None if all(x <= {i} for i, x in enumerate(sources)) else "a norm of several params"
         allowed = "an optimizer that reads the gradient of one param at a time"
-        hint = "Clip each tensor by its norm: boostax.model.adagc() for optax.clip_by_global_norm."
+        hint = "Clip each tensor: use boostax.model.adagc() instead of optax.clip_by_global_norm."
         checks.absent(_WHO, "tx with release=True", got, allowed, hint)
         rest = gate.init_inner(inner, layers.split(params)[0])
         stacks = layers.first_states(tx, params, axes.bound().names)
@@ -120,5 +120,5 @@ def require_mean(tx: optax.GradientTransformation) -> None:
         options = [x for x in ("clip", "wire", "decay") if row.part.settings.get(x) is not None]
         got = (row.part.name, *options)
         is_mean = row.role not in REDUCTIONS or got == ("all_reduce",)
-        allowed = "one with the plain mean, because the backward loop averages gradients"
+        allowed = "an optimizer with a plain mean, because the backward loop averages gradients"
         checks.require(is_mean, _WHO, "tx", got, allowed, "Use boostax.all_reduce().")

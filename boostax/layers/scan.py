@@ -127,7 +127,7 @@ class Stack:
         hint = "Scan all params of the stack in one call."
         checks.absent(_WHO, "xs", got, "all params of the stack", hint)
         got = "scanned again" if self.scanned else None
-        hint = "A second scan would update its params again. Leave this stack out of layers=."
+        hint = "A second scan would update the params again. Leave this stack out of layers=."
         checks.absent(_WHO, f"the stack {self.name!r}", got, "scanned once in a loss", hint)
         self.scanned = True
         body = body if self.wrap is None else self.wrap(body)

@@ -85,7 +85,7 @@ class Stacked:
         for name, leaves in self.split(params)[1].items():
             counts = {x.shape[:1] for x in leaves}
             got = None if len(counts) == 1 and () not in counts else name
-            allowed = "one of stacked params, all [layers, ...] with an equal number of layers"
+            allowed = "the path of stacked params, all [layers, ...] with the same number of layers"
             hint = f"The names of the params are {', '.join(trees.names(params)[:6])}, ..."
             checks.absent("Layers", "path", got, allowed, hint)
 
@@ -135,7 +135,7 @@ class Plan:
                 spec = self.place.spec(path) if self.place else None
                 dims = sharded_dims(spec or PartitionSpec(), self.names)
                 got = f"{spec} at {trees.path_name(path)}" if any(i < 0 for i, _ in dims) else None
-                allowed = f"unsharded along the layers over {', '.join(self.names)}"
+                allowed = f"unsharded over {', '.join(self.names)} in the dimension of the layers"
                 checks.absent("Layers", "params", got, allowed, "Shard another dimension.")
                 stacks[name].append(dims)
         return stacks

@@ -23,7 +23,7 @@ Rule = int | Sequence[int] | Known | None
 Axes = Literal["auto"] | Mapping[str, Rule] | Callable[[str, jax.Array], Rule]
 
 _WHO = "centralize_gradients"
-_HINT = "0 averages over the first axis, (0, 1) over the first two, None over none."
+_HINT = "Pass 0 or (0, 1) for means over the first one or two axes, or None to subtract nothing."
 
 
 def centralized(g: jax.Array, dims: tuple[int, ...], multiple_of: int = 1) -> jax.Array:
@@ -51,7 +51,7 @@ def _dims(rules: Any, kernels: layouts.Kernels, path: KeyPath, leaf: PyTree) -> 
     if isinstance(rule, str):
         known = checks.choice(_WHO, "axes", rule, Known, _HINT)
         return kernels.inputs(path, ndim, int(known == "stacked"))
-    allowed = f"different axes of {name or 'the root'!r}, which has {ndim}"
+    allowed = f"different axes of {name or 'the root'!r}, which has {ndim} axes"
     several = rule if isinstance(rule, (tuple, list)) else (rule,)
     numbers = [checks.integer(_WHO, "axes", dim, allowed, _HINT) for dim in several]
     dims = sorted({dim + ndim if dim < 0 else dim for dim in numbers})
@@ -158,7 +158,7 @@ def centralize_gradients(
         masked = any(map(trees.is_masked, trees.nodes(params)))
         for pattern in patterns if names and not masked else ():
             valid = any(matches(name, pattern) for name in names)
-            hint = f"No param matches; there are {few(names)}."
+            hint = f"The pattern matches no param. The params are {few(names)}."
             checks.require(valid, _WHO, "axes", pattern, "patterns that match params", hint)
         tree_map_with_path(functools.partial(_dims, rules, layouts.Kernels(layout, params)), params)
         return optax.EmptyState()

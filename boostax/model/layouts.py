@@ -95,8 +95,8 @@ class Kernels:
             return ()
         transposed = any("transpose" in module.lower() for module in modules)
         either = _EITHER.fullmatch(leaf) or (transposed and leaf == "w")
-        allowed = f"given where a kernel fits several layouts, as {trees.path_name(path)!r}"
-        hint = "Pass 'equinox' or 'torch' if outputs are first, or a rule for this leaf in axes=."
+        allowed = f"given if a kernel fits several layouts, as {trees.path_name(path)!r} does"
+        hint = "Pass 'equinox' or 'torch' if axis 0 has outputs, or a rule for this leaf in axes=."
         ok = bool(self.name or classes or not either)
         checks.require(ok, "centralize_gradients", "layout", got=None, allowed=allowed, hint=hint)
         if layout == Layout() and ndim - lead == 3 and _HEADS.fullmatch("/".join(_parts(path))):

@@ -296,7 +296,7 @@ def changed(
     report = flax.structure(module, data)
     norms = report.norms if remove is None else _chosen(report.norms, remove)
     report = LessBNReport(norms, report.head if normalized_head else None)
-    allowed = "False for a model that no Dense ends"
+    allowed = "False for a model that does not end with a Dense"
     hint = "The head must be a Dense whose result reaches the output without another product."
     valid = not (strict and normalized_head) or report.head is not None
     checks.require(valid, _WHO, "normalized_head", got=normalized_head, allowed=allowed, hint=hint)

@@ -259,7 +259,7 @@ def group_loss_scale(
     scales: Any = init_scale
     for first in scales if np.ndim(scales) else [scales]:
         _between("init_scale", first, min_scale, max_scale, hint)
-    hint = "2**(1/1000) doubles the scale in 1000 steps, 2**-0.5 halves it at every other overflow."
+    hint = "2**(1/1000) doubles the scale in 1000 steps; 2**-0.5 halves the scale in two overflows."
     checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
     checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
     checks.choice(_WHO, "overflow", overflow, Overflow, "MindSpore's rule is 'each'.")
@@ -494,7 +494,7 @@ def check_boundaries(
         worst[path] = 0.0 if difference == 0 else float(share)
     wrong = [path for path, share in worst.items() if share > rtol]
     allowed = "a function with a scale_boundary on every edge between groups"
-    got = f"gradients that depend on the scales at {groups.few(wrong)}"
-    hint = "A boundary is missing or wrong between the last of these groups and the loss."
+    got = f"gradients of {groups.few(wrong)} that depend on the scales"
+    hint = "A boundary is missing or wrong between the last of these params and the loss."
     checks.require(not wrong, who, "loss_fn", got, allowed, hint)
     return max(worst.values(), default=0.0)

@@ -347,7 +347,7 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     if len(scalers) > 1 or partial:
         got = f"a scaler in a {type(partial[0]).__name__}" if len(scalers) == 1 else len(scalers)
         raise ValueError(
-            f"{who}: opt_state must contain one loss scaler that all gradients pass, got {got}. "
+            f"{who}: opt_state must contain one loss scaler, for all gradients, got {got}. "
             "Place one loss scaler around the complete optimizer, outside optax.partition, "
             "optax.masked and optax.conditionally_transform."
         )
@@ -421,9 +421,9 @@ def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: i
     marks = [mark for mark in handshake.marks(scale) if mark.loss]
     allowed = "gradients of a loss multiplied by the scale in this opt_state"
     hint = (
-        "Compute the gradients by boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
-        "differentiate boostax.precision.scale_loss(loss, opt_state). Wrap the gradients of "
-        "another jax.jit: boostax.precision.assume_scaled(grads, opt_state)."
+        "Compute gradients with boostax.value_and_grad(loss_fn)(params, opt_state, batch), or "
+        "differentiate boostax.precision.scale_loss(loss, opt_state). Mark gradients of another "
+        "jax.jit as scaled: boostax.precision.assume_scaled(grads, opt_state)."
     )
     got = "gradients of a loss that was not multiplied"
     checks.require(bool(marks), who, "gradients", got, allowed, hint)

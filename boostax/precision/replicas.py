@@ -197,7 +197,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
         check = jax.tree.map(lambda x: x[0], check._replace(inner_state=()))
     compared = int(check.compared)
     ok = used == 1 or compared > 1 or not int(check.calls)
-    got = f"a check that compared {compared} on {used} devices"
+    got = f"a check that compared only {compared} of {used} devices"
     hint = "Wrap the chain in boostax.on_mesh, or pass axis_name= in a shard_map of your own."
     checks.require(ok, who, "check_replicas", got, "a check that compared the replicas", hint)
     if int(check.culprits[0]) < 0:
@@ -208,7 +208,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     raise RuntimeError(
         "check_replicas: replicas must be equal, got different replicas at call "
         f"{int(check.calls)}:\n{rows}\nRestore the last checkpoint that was saved before the "
-        "difference. If two replicas differ, the second is named, but the first may be wrong."
+        "difference. Of two replicas, the message names the second, but the first may be wrong."
     )
 
 

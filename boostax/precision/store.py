@@ -27,7 +27,7 @@ Coded = tuple[PyTree, Scales]
 # The params (or updates) and their low bits, and the codes and scales of the state.
 Stored = tuple[tuple[PyTree, PyTree], Coded]
 _WHO = "store"
-_SECOND = "store: {!r} in int8 rounds small values to 0, by which optimizers divide: use 'log8'."
+_SECOND = "store: int8 rounds small values of {!r} to 0, and optimizers divide by them. Use 'log8'."
 
 
 class StoreState(NamedTuple):
@@ -293,7 +293,7 @@ def _first(
         "Cast the params before init, or pass policy('params=bfloat16,...') to the train step. "
         "Inside a gate, wrap the complete chain: store(chain(all_reduce(...), adamw(...)))."
     )
-    checks.require(is_valid, _WHO, "params", kind, "None where no param is bf16", hint)
+    checks.require(is_valid, _WHO, "params", kind, "None if no param is bf16", hint)
     low: PyTree = ()
     if kind == "remainder":
         low = jax.tree.map(lambda p, x: jnp.zeros(p.shape, jnp.int16) if x else (), params, is_low)
@@ -375,7 +375,7 @@ def _require_blocks(state: StoreState) -> None:
     If a block were sharded, its shards would share one scale, and with ``check_vma=False`` each
     device would overwrite the scale with another number.
     """
-    allowed = "sharded along dimensions that have no blocks in a shard_map of your own"
+    allowed = "sharded, in a shard_map of your own, only along dimensions without blocks"
     hint = "Use on_mesh, make_train_step(param_specs=...), or moments='bfloat16' without blocks."
     for x in _entries(state.inner_state, state.scales):
         if x.scales is not None:

@@ -171,7 +171,7 @@ class Options(NamedTuple):
         axes.canonical(who, names + shards, "axis_name, within and shard_axes")
         is_valid = self.scope == "leaf" or not shards
         allowed = "'leaf' with shard_axes"
-        hint = "Unsharded leaves would count once per shard; with check_vma, omit shard_axes."
+        hint = "Unsharded leaves would count once per shard. With check_vma=True, omit shard_axes."
         checks.require(is_valid, who, "scope", got=self.scope, allowed=allowed, hint=hint)
         bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
         return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
@@ -367,7 +367,7 @@ def adasum_delta(
 
     described = describe("adasum", "adasum", names)
     mean = f"Run inner on the mean gradient over {', '.join(inside)}, "
-    what = mean + "and combine the updates by AdaSum" if inside else ""
+    what = mean + "and combine the updates with AdaSum" if inside else ""
 
     @describe(who, "delta", names, inner={"inner_state": tx}, what=what)
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:

@@ -152,7 +152,7 @@ def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
         got = [[len(x) for x in jax.tree.leaves(part)] for part in parts]
         if len(got) != len(slots) or any({*g} - {n} for g, n in zip(got, slots, strict=True)):
             allowed = f"a state with {slots} matrices of each shape on a replica"
-            hint = "Make it with stack_replicas(tx.init(params), n) or reshard_state(state, n)."
+            hint = "Use stack_replicas(tx.init(params), n) or reshard_state(state, n)."
             raise ValueError(checks.message(_WHO, "state", allowed, got, hint))
         pairs = zip(parts, slots, strict=True)
         by_slot = [tuple(jax.tree.map(itemgetter(i), x.local) for i in range(n)) for x, n in pairs]
@@ -169,10 +169,10 @@ def _require_independent(
     by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
     by_slot = _parts_of_params(state, view)
     slot_of = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
-    allowed = "an optimizer that chooses params without their paths"
+    allowed = "an optimizer that does not choose params by their paths"
     hint = "Choose params outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
     for i, (name, parts) in enumerate(by_path.items()):
-        got = f"an optimizer that treats {name!r} differently without its path"
+        got = f"an optimizer that treats {name!r} according to this path"
         is_valid = parts == by_slot.get(slot_of.get(i, f"rest/{name}"))
         checks.require(is_valid, _WHO, "inner", got=got, allowed=allowed, hint=hint)
     # Two matrices of a shape are enough for this test, even if a replica owns only one matrix.
@@ -186,7 +186,7 @@ def _require_independent(
         mixed |= any(sources - {i} for i, sources in facts) or any(matrices & x for x in rest)
     got = "an optimizer that reads several gradients"
     allowed = "an optimizer that computes the update of a matrix from its own gradient"
-    hint = "Clip each tensor by its own norm: boostax.model.adagc() for optax.clip_by_global_norm."
+    hint = "Clip each tensor: use boostax.model.adagc() instead of optax.clip_by_global_norm."
     checks.require(not mixed, _WHO, "inner", got=got, allowed=allowed, hint=hint)
 
 

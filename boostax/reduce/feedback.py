@@ -126,10 +126,10 @@ def compress(
     names = axes.canonical(who, axis_name)
     fading = "1 keeps the residual; SparseLoCo uses 0.95."
     if momentum is not None:
-        hint = "Move the momentum here from the optimizer; 0.9 is usual."
+        hint = "Pass the momentum here instead of to the optimizer; 0.9 is usual."
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
     if not error_feedback:
-        hint = "The correction is for delays by a residual. Pass momentum to the optimizer instead."
+        hint = "momentum corrects delays by the residual. Pass momentum to the optimizer instead."
         checks.absent(who, "momentum", momentum, "None without feedback", hint)
         checks.number(who, "decay", decay, "1 without feedback", lambda x: x == 1, fading)
     else:

@@ -293,7 +293,7 @@ def local_updates(
     every = checks.positive_int(who, "every", every, steps)
     members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
     if outer is None:
-        hint = "A reduction needs the anchor of an outer optimizer: outer=optax.sgd(1.0)."
+        hint = "reduction= needs an outer optimizer: outer=optax.sgd(1.0)."
         checks.absent(who, "reduction", reduction, "left out with outer=None", hint)
     warmup = checks.natural(who, "warmup", warmup, "warmup counts steps; 0 means no warm-up.")
     tx = checks.transformation(who, "inner", inner)
@@ -384,7 +384,7 @@ def partial_average(
       order of the backward pass (``bucket_bytes``) and loses their state in a checkpoint.
     """
     who = "partial_average"
-    hint = "4 averages a quarter of the params per step; bucket_bytes= cuts params by size."
+    hint = "4 averages a quarter of the params per step; bucket_bytes= divides them by size."
     members = partitioning(who, "partitions", partitions, hint, bucket_bytes)
     tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
@@ -404,7 +404,7 @@ def partitioning(
     elif is_count:
         count = checks.positive_int(who, argument, partitions, hint)
     else:
-        allowed = "a positive integer or a tree of 0, 1, ... like the params or their prefix"
+        allowed = "a positive integer or a tree of 0, 1, ... that is a prefix of the params"
         leaves = jax.tree.leaves(partitions)
         labels = {checks.integer(who, argument, x, allowed, hint) for x in leaves}
         count = len(labels)

@@ -66,7 +66,7 @@ def _require_mean(tx: Any, who: str, call: inspect.BoundArguments) -> None:
     options |= {*tx.update.description.axes} - {*axes.bound().names, axes.UNNAMED}
     mean = tx.update.description.role == "mean"
     got = f"'sharded' around {who}" + f"({', '.join(sorted(options))})" * mean
-    allowed = "'local' around all but all_reduce()"
+    allowed = "'local' around a reduction other than all_reduce()"
     hint = "Or reduce in each call: optax.chain(reduction, accumulate(optimizer, every))."
     checks.require(mean and not options, "accumulate", "sums", got=got, allowed=allowed, hint=hint)
 
@@ -79,8 +79,8 @@ def _reducing(tx: Any, who: str, call: inspect.BoundArguments) -> Extended:
     bound = axes.bound().names
     over = tx.update.description.axes
     is_valid = bound in ((), (axes.UNNAMED,)) or set(over) <= set(bound)
-    allowed = f"among the axes of the step around it, {bound}"
-    hint = "Omit axis_name, because the step binds an axis."
+    allowed = f"among the axes that the step binds, {bound}"
+    hint = "Omit axis_name, so that the reduction uses the axes of the step."
     checks.require(is_valid, who, "axis_name", got=over, allowed=allowed, hint=hint)
     if (reduced := bound_axis.REDUCED.get()) is not None:
         reduced.update(over)
@@ -153,7 +153,7 @@ def all_reduce(
     """
     who = "all_reduce"
     names = axes.canonical(who, axis_name)
-    hint = "A mean keeps the learning rate. For AdaSum use adasum, or its kind in auto's reduce."
+    hint = "A mean needs no other learning rate. For AdaSum use adasum, or a kind of auto's reduce."
     checks.choice(who, "op", op, Op, hint)
     checks.choice(who, "divide", divide, When, "The default divides after the sum.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)

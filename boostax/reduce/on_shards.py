@@ -143,7 +143,7 @@ def _by_device(
     """
     names = placement.names
     allowed = f"all replica axes {names}"
-    hint = "One reduction serves all replica axes; adasum has within= for two levels."
+    hint = "A reduction is always over all replica axes. For two levels, use adasum(within=...)."
     is_valid = set(axis) == set(names)
     checks.require(is_valid, who, "axis_name", got=axis, allowed=allowed, hint=hint)
 

@@ -205,7 +205,7 @@ def int8_reduce(
     """
     who = "int8_reduce"
     if block is not None:
-        checks.positive_int(who, "block", block, "None means 256, and 4096 on a TPU.")
+        checks.positive_int(who, "block", block, "None means 4096 on a TPU, else 256.")
     checks.choice(
         who, "rounding", rounding, Rounding, "Error feedback corrects the errors of both roundings."
     )

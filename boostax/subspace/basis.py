@@ -122,7 +122,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     rows = _read_matrix(who, path, params) if basis is None else basis.components
     gram = _gram_of(jax.tree.map(wide, rows))
     k = len(gram)
-    allowed = f"at most {k}, the components in {path}"
+    allowed = f"at most {k}, the number of components in {path}"
     hint = f"Pass n_components={k} or less."
     checks.require(n_components <= k, who, "n_components", n_components, allowed, hint)
     # Components that were rounded to bfloat16 have an error of half a percent.
@@ -141,7 +141,7 @@ def _read_matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
     ends = np.cumsum([np.size(x) for x in leaves])
     is_valid = matrix.shape[1:] == (ends[-1],) and matrix.dtype.kind == "f"
     is_valid = is_valid and not any(map(jnp.iscomplexobj, leaves))
-    allowed = f"a file of (k, {ends[-1]}), a real number for each param"
+    allowed = f"a file of shape (k, {ends[-1]}), with a real number for each param"
     hint = "The numbers are in the order of jax.tree.leaves."
     checks.require(is_valid, who, "path", f"{matrix.dtype} of {matrix.shape}", allowed, hint)
     parts = zip(np.split(matrix, ends[:-1], 1), leaves, strict=True)
@@ -249,7 +249,7 @@ def principal(snapshots: PyTree, k: int, dtype: Dtype, complete: bool, who: str)
     gram = jax.tree.reduce(jnp.add, jax.tree.map(_gram, snapshots))
     traced = isinstance(gram, Tracer)
     if not traced and not jnp.isfinite(gram).all():
-        hint = "Look for the step at which the run broke down."
+        hint = "Find the step at which params became infinite or NaN."
         raise ValueError(checks.message(who, "snapshots", "finite", "a NaN or infinity", hint))
     u = jnp.linalg.eigh(gram)[1][:, ::-1][:, : min(k + _SPARE, m - 1)]
     rows = s = vh = u
@@ -264,7 +264,7 @@ def principal(snapshots: PyTree, k: int, dtype: Dtype, complete: bool, who: str)
         count = int(significant.sum())
         which = "in which these snapshots differ beyond their rounding"
         allowed = f"at most {count}, the number of directions {which}"
-        hint = "Choose fewer, or snapshots that are further from each other."
+        hint = "Choose fewer components, or snapshots that differ more."
         checks.require(k <= count, who, "n_components", k, allowed, hint)
     vh = jnp.where(significant[:k, None], vh[:k], 0.0)
     rows = jax.tree.map(lambda z: mix(vh.T, z), rows)

@@ -90,7 +90,7 @@ def _require_like(who: str, path: Path, name: str, spec: PyTree, arrays: PyTree)
         same = all(jnp.issubdtype(x.dtype, k) == jnp.issubdtype(dtype, k) for k in kinds)
         if same and tuple(x.shape) == shape:
             return
-        defect = f"which should be of {shape} like {dtype}, and is {x.dtype} of {x.shape} there"
+        defect = f"which is {x.dtype} of {x.shape} there, but should be {dtype} of {shape}"
     hint = "Names are paths in the params, such as 'layer/kernel'."
     raise ValueError(checks.message(who, "params", f"those of {path}", f"{name!r}, {defect}", hint))
 
@@ -123,7 +123,7 @@ def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
     steps = [x for x in paths if x.name.isdecimal()]
     is_valid = bool(archives) != bool(steps)
     got = f"{'both' if steps else 'none'} in {folder}"
-    allowed = "a folder of .npz files, or of a subdirectory for each step"
+    allowed = "a folder of .npz files, or a folder with a subdirectory for each step"
     hint = "pca_basis accepts a list of trees, each from safetensors.numpy.load_file."
     error = ValueError if steps else FileNotFoundError
     checks.require(is_valid, _WHO, "directory", got=got, allowed=allowed, hint=hint, error=error)

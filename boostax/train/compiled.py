@@ -133,7 +133,7 @@ class TrainStep:
         with axes.binding(self.names):
             opt_state = self.tx.init(params)
         nested = variants_of(self.tx) is None and trees.telling(opt_state, ChoosesVariant)
-        got = "inside another transformation, where the whole backward pass would be paid for"
+        got = "inside another transformation, where the whole backward pass would be computed"
         hint = "Write scheduled_freeze(dynamic_loss_scale(...), ...), with all gates inside."
         checks.require(not nested, who, "scheduled_freeze", got, "outermost", hint)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
@@ -279,7 +279,7 @@ class TrainStep:
         depth = schedule.next_variant()
         is_known = not isinstance(depth, jax.ShapeDtypeStruct)
         hint = "Pass depth=, or a state with values, which has the depth of the next call."
-        checks.require(is_known, "TrainStep", "depth", None, "given with a state of shapes", hint)
+        checks.require(is_known, "TrainStep", "depth", None, "given if a state has no values", hint)
         return int(depth)
 
     def _stacked(self, params: PyTree) -> PyTree:
@@ -291,7 +291,7 @@ class TrainStep:
         who, call = "TrainStep", "step(state, batch)"
         mismatch.require_order(who, call, batch=batch, state=state)
         if not hasattr(state, "opt_state"):
-            fix = "step.init(params) makes a state, also as the target of a restore."
+            fix = "Use step.init(params), also for the target of a restore."
             raise TypeError(checks.message(who, "state", "a TrainState", type(state).__name__, fix))
         tx = optax.GradientTransformation(self._stacked, self.tx.update)
         mismatch.require_state(who, call, tx, state.opt_state, local_types(state.params))

@@ -207,7 +207,7 @@ def specs_of(
         if spec is None:
             allowed = "at the paths of the params that on_mesh received"
             got = f"another path, {trees.path_name(path) or 'the root'!r}"
-            hint = "Convert Python numbers in params by jnp.asarray, or use equinox.filter_jit."
+            hint = "Convert Python numbers in params with jnp.asarray, or use equinox.filter_jit."
             raise ValueError(checks.message(_WHO, "params", allowed, got, hint))
         owners[path] = x.shape, spec
     local = is_per_replica
@@ -226,7 +226,7 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     mesh: PyTree = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
     hint = "Use jax.device_put(params, NamedSharding(mesh, P())), ShapeDtypeStruct(..., sharding=)"
     hint += ", or in NNX nnx.update(model, jax.device_put(nnx.state(model), sharding))."
-    allowed = "placed on one mesh by NamedSharding"
+    allowed = "placed on one mesh with NamedSharding"
     checks.require(bool(leaves), who, "params", type(params).__name__, allowed, hint)
     for path, sharding in shardings.items():
         got = f"{sharding} at {trees.path_name(path) or 'the root'}"
@@ -248,7 +248,7 @@ def _stacked(grads: PyTree, place: Placement) -> PerReplica:
         if not spec.unreduced:
             return x
         allowed = f"unreduced over all axes {place.names}, or over no axis"
-        hint = "Call jax.reshard over the other axes first."
+        hint = "Reduce over the other axes with jax.reshard first."
         checks.require({*spec.unreduced} == {*place.names}, _WHO, "gradients", spec, allowed, hint)
         # In JAX 0.10.0, a spec has no ``partitions`` and is iterated.
         parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)

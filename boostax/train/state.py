@@ -126,7 +126,7 @@ class Placing:
             NamedSharding(self.mesh, spec).shard_shape(x.shape)
         except Exception as error:
             allowed = f"sharded over axes of the step's mesh, {dict(self.mesh.shape)}, "
-            allowed += "each used once and dividing its dimension"
+            allowed += "each used once, with a size that divides the dimension"
             got = f"{spec!r} for shape {tuple(x.shape)}"
             hint = "In param_specs, shard another dimension, or use PartitionSpec() to replicate."
             raise ValueError(checks.message(_WHO, f"param {name}", allowed, got, hint)) from error
