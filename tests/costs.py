@@ -63,8 +63,7 @@ def collectives(fn, *args):
             count *= eqn.params["length"]
         cond = next(conds) if eqn.primitive.name == "cond" else None
         for branch in itertools.count():
-            inside = () if cond is None else ((cond, branch),)
-            yield sizes, count, (*branches, *inside)
+            yield sizes, count, (*branches, *(() if cond is None else ((cond, branch),)))
 
     found = interpret.equations(program.jaxpr, ({}, 1, ()), enter)
     return [_collective(eqn, *place) for eqn, place in found if any(axes.sent_over([eqn]))]

@@ -172,6 +172,6 @@ def test_what_does_not_fit_is_refused_by_name(mesh):
     with pytest.raises(ValueError, match=r"adasum: shard_axes .*'f'.* not bound"):
         mapped(updating(boostax.adasum("data", shard_axes="f")), mesh)(gradients([(4,)]))
     for names in ({"within": "data"}, {"within": "a", "shard_axes": "a"}, {"shard_axes": "data"}):
-        match = r"adasum: axis_name, within and shard_axes must be .* different ones, got"
+        match = r"adasum: axis_name, within and shard_axes must be .* different names, got"
         with pytest.raises(ValueError, match=match):
             boostax.adasum(("data", "b"), **names)

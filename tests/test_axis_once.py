@@ -155,9 +155,9 @@ def test_a_gate_behind_the_reduction_in_a_gate_stays_without():
 @pytest.mark.parametrize(("part", "axis"), MORE)
 def test_a_window_in_shards_takes_a_plain_mean_alone(part, axis, mesh):
     placed = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
-    tx = boostax.on_mesh(window(adam(part(axis)), axis, sums="sharded"), placed)
-    with pytest.raises(ValueError, match=r"accumulate: sums must be 'local' around a reduction ot"):
-        tx.init(placed)
+    text = r"accumulate: sums must be 'local' around a reduction|accumulate without the axis 'mod"
+    with pytest.raises(ValueError, match=text):
+        boostax.on_mesh(window(adam(part(axis)), axis, sums="sharded"), placed).init(placed)
 
 
 def test_a_jitted_update_is_not_reused_where_nothing_is_bound(mesh):

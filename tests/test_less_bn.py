@@ -29,14 +29,12 @@ def plain(x, conv, norm):
 
 
 def basic(x, conv, norm, act=nn.relu):
-    y = act(norm(conv(x, "conv_1"), "norm_1"))
-    return act(norm(conv(y, "conv_2"), "norm_2") + x)
+    return act(norm(conv(act(norm(conv(x, "conv_1"), "norm_1")), "conv_2"), "norm_2") + x)
 
 
 def basic_shortcut_first(x, conv, norm):
     """MindSpore's patterns miss it."""
-    y = jnp.tanh(norm(conv(x, "conv_1"), "norm_1"))
-    return nn.relu(x + norm(conv(y, "conv_2"), "norm_2"))
+    return nn.relu(x + norm(conv(jnp.tanh(norm(conv(x, "conv_1"), "norm_1")), "conv_2"), "norm_2"))
 
 
 def bottleneck_downsample(x, conv, norm):
@@ -349,8 +347,7 @@ class Containers(nnx.Module):
         self.drop, self.head = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)
 
     def __call__(self, x):
-        y = nn.relu(self.first(self.convs[0](x)))
-        x = x + self.norms[1](self.convs[1](self.drop(y)))
+        x = x + self.norms[1](self.convs[1](self.drop(nn.relu(self.first(self.convs[0](x))))))
         return self.head(x.mean((1, 2)))
 
 
@@ -455,8 +452,7 @@ def test_mindspores_network(arrays):
         if (name := f"w_{module}.{leaf}") in run:
             params[module][LEAVES[leaf]] = turned(run[name])
     for model, name in ((Recorded(), "y_plain_train"), (less, "y_lessbn_train")):
-        variables = {**model.init(KEY, x), "params": params}
-        y, _ = model.apply(variables, x, mutable=["batch_stats"])
+        y, _ = model.apply({**model.init(KEY, x), "params": params}, x, mutable=["batch_stats"])
         assert np.abs(y - run[name]).max() < 1e-5
     assert np.abs(run["y_plain_train"] - run["y_lessbn_train"]).max() > 0.05
 

@@ -21,6 +21,8 @@ import boostax
 from boostax.config.migrate import migrate_state
 from boostax.testing import drawn
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*no part flips the sign")
+
 ADAM = functools.partial(optax.adamw, 1e-2)
 moments = optax.scale_by_adam
 LABELS = {"a": "left", "b": "right"}

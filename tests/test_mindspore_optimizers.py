@@ -97,7 +97,7 @@ def test_lars_is_its_formula_in_front_of_the_optimizer():
 
 
 MISTAKES = (
-    (lambda: sgd(0.1, nesterov=True), "sgd: nesterov must be False here, got True. It needs"),
+    (lambda: sgd(0.1, nesterov=True), "sgd: nesterov must be False here, got True. Pass momentum"),
     (lambda: adam(loss_scale=0.0), "adam: loss_scale must be positive, got 0.0"),
 )
 

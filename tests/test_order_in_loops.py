@@ -95,8 +95,7 @@ def reported(fn):
 )
 def test_a_loop_refuses_and_warns_of_what_a_train_step_does(seed):
     draw = random.Random(seed)
-    names = [draw.choice([*LINKS, *GATES]) for _ in range(6)]
-    tx = chain(names, draw)
+    tx = chain([draw.choice([*LINKS, *GATES]) for _ in range(6)], draw)
     step = reported(functools.partial(boostax.make_train_step, loss, tx))
     reports = {}
     for loop in (applied, updated, differentiated):
@@ -170,8 +169,7 @@ def test_a_scaler_refuses_what_is_not_linear_since_the_backward_pass(around, nam
 
     lower = functools.partial(jax.jit(around(step)).lower, PARAMS, tx.init(PARAMS), X)
     text = "clipped, decayed or changed otherwise"
-    expected = pytest.raises(ValueError, match=text) if name in OTHERS else contextlib.nullcontext()
-    with expected:
+    with pytest.raises(ValueError, match=text) if name in OTHERS else contextlib.nullcontext():
         lower()
 
 

@@ -312,7 +312,7 @@ def test_other_meshes_than_those_of_the_dictionary_are_refused(devices, sizes, m
 def test_mindspores_device_number_says_when_nothing_is_combined():
     boost = auto({"boost": {"mode": "manual", "adasum": True}})
     assert boost.config["reduce"]["within"] == 8
-    assert boost.notes[-1].startswith("common.device_number = 8: any number of servers")
+    assert boost.notes[-1].startswith("common.device_number = 8: boostax combines any")
     assert not any("device_number" in note for note in auto({"boost": {}}).notes)
 
 

@@ -129,8 +129,7 @@ def test_a_loss_refuses_what_it_does_not_take(given):
     state = step.init(PARAMS, **{given: jax.random.key(0) if given == "key" else jnp.ones(2)})
     with pytest.raises(TypeError, match=f"loss_fn must be a function that accepts {given}="):
         step(state, X)
-    takes_any = lambda p, x, **given: loss(p, x)  # noqa: E731
-    step = boostax.make_train_step(takes_any, optax.sgd(0.1))
+    step = boostax.make_train_step((lambda p, x, **given: loss(p, x)), optax.sgd(0.1))
     step(step.init(PARAMS, **{given: jax.random.key(0) if given == "key" else jnp.ones(2)}), X)
 
 

@@ -80,8 +80,7 @@ class Put:
     def oracle(self, fn, grad=None, **how):
         """boostax's, or that of the loop where the user forgot to scale the loss."""
         if self.forgotten == SCALE:
-            plain = (grad or jax.value_and_grad)(fn)
-            return lambda params, state, batch: plain(params, batch)
+            return lambda params, state, batch: (grad or jax.value_and_grad)(fn)(params, batch)
         return boostax.value_and_grad(fn, **how)
 
     def on_mesh(self, params):

@@ -13,7 +13,7 @@ norm have no degree, or a degree other than 1. Rounding relative to the largest 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,22 +39,12 @@ def _kinds() -> Mapping[str, Degree]:
     return table["powers"] | {x: kind for kind, names in words.items() for x in names}
 
 
-def degrees(
-    program: jaxprs.ClosedJaxpr,
-    known: Sequence[Degree],
-    rule: Callable[..., list[Degree]] | None = None,
-) -> list[Degree]:
-    """Return the degrees of the results.
-
-    The first inputs have the ``known`` degrees, and all further inputs are cotangents.
-    ``rule(eqn, degrees)`` returns the degrees of the results of an equation. The default rule is
-    ``transfer``.
-    """
+def degrees(program: jaxprs.ClosedJaxpr, known: Sequence[Degree]) -> list[Degree]:
+    """Return the degrees of the results; inputs after the ``known`` ones are cotangents."""
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
     inputs = [x if is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
-    # If the carry of a loop has another degree in each iteration, ``_shared`` returns ``UNKNOWN``.
-    how: PyTree = {"constant": _of_constant}
-    return interpret.flow(program, inputs, rule or transfer, _shared, 0.0, **how)
+    # The values of a loop that runs until convergence may share no degree.
+    return interpret.flow(program, inputs, _transfer, _shared, 0.0, constant=_of_constant)
 
 
 def is_inexact(x: PyTree) -> bool:
@@ -81,7 +71,7 @@ def _shared(degrees: Sequence[Degree], otherwise: str = UNKNOWN) -> Degree:
     return different.pop() if len(different) == 1 else otherwise
 
 
-def transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
+def _transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
     """Return the degrees of the results of an equation."""
     name = eqn.primitive.name
     types: list[PyTree] = [var.aval for var in eqn.outvars]

@@ -43,16 +43,15 @@ def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     eqns, backward, free = _between(leaves, constants)
     changed = set(backward)
     for eqn in eqns:
-        depends = any(x in changed for x in eqn.invars if isinstance(x, jaxprs.Var))
-        if depends or any(_is_backward(x) for x, _ in interpret.equations([eqn])):
+        if any(x in changed for x in eqn.invars if isinstance(x, jaxprs.Var)):
             changed.update(eqn.outvars)
     results = [x.val for x in leaves if x.val in changed.difference(backward)]
     if not results:
         return False
     program = interpret.excerpt([*free, *backward], results, eqns)
     known = [0.0 if x in constants else degrees.FREE for x in free]
-    results = degrees.degrees(program, known, _transfer)
-    return any(x not in (1.0, degrees.ANY, degrees.FREE, degrees.UNKNOWN) for x in results)
+    accepted = (1.0, degrees.ANY, degrees.FREE, degrees.UNKNOWN)
+    return any(x not in accepted for x in degrees.degrees(program, known))
 
 
 def _recorded(tree: PyTree) -> list[Any]:
@@ -67,13 +66,9 @@ def _recorded(tree: PyTree) -> list[Any]:
 
 
 def _is_backward(eqn: Any) -> bool:
-    return any(x.name == "transpose" for x in getattr(eqn.source_info.name_stack, "stack", ()))
-
-
-def _transfer(eqn: jaxprs.JaxprEqn, operands: list[degrees.Degree]) -> list[degrees.Degree]:
-    if not _is_backward(eqn):
-        return degrees.transfer(eqn, operands)
-    return [1.0 if degrees.is_inexact(var.aval) else degrees.ANY for var in eqn.outvars]
+    """Return whether an equation is part of a backward pass, or contains one."""
+    stacks = (getattr(x.source_info.name_stack, "stack", ()) for x, _ in interpret.equations([eqn]))
+    return any(x.name == "transpose" for stack in stacks for x in stack)
 
 
 def _between(

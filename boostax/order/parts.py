@@ -155,6 +155,10 @@ def _injected(values: Mapping[str, Any]) -> object:
         return None
 
 
+def _has_states(x: object) -> bool:
+    return isinstance(x, dict) and all(hasattr(y, "_fields") for y in x.values())
+
+
 def of_state(state: PyTree) -> Part:
     """Return the parts of a chain, read from the chain's state; a part without a state is unknown.
 
@@ -162,7 +166,7 @@ def of_state(state: PyTree) -> Part:
     its class names the factory, and its fields contain the states of the parts inside.
     """
     values = state.values() if isinstance(state, dict) else state
-    inner = tuple(of_state(x) for x in values if isinstance(x, tuple | dict))
+    inner = tuple(of_state(x) for x in values if isinstance(x, tuple) or _has_states(x))
     if not hasattr(state, "_fields"):
         return Part("chain", "optax", "", inner=inner)
     package = type(state).__module__.partition(".")[0]

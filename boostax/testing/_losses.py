@@ -127,7 +127,8 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
         optimizer.update(model, grads)
         return loss
 
-    return jax.device_get(values(model)), [float(step(model, optimizer, batch)) for _ in range(2)]
+    losses = [float(step(model, optimizer, batch)) for _ in range(2)]
+    return jax.device_get(values(model)), losses
 
 
 def _audit(loss_fn: Loss, params: PyTree, batch: PyTree) -> None:

@@ -100,8 +100,7 @@ def rate_of(rate):
             case "ExponentialDecayLR":
                 return first * given["decay_rate"] ** share
             case "NaturalExpDecayLR":
-                steps = share * given["decay_steps"]  # others count decay_steps
-                return first * jnp.exp(-given["decay_rate"] * steps)
+                return first * jnp.exp(-given["decay_rate"] * (share * given["decay_steps"]))
             case "InverseDecayLR":
                 return first / (1 + given["decay_rate"] * share)
             case "CosineDecayLR":

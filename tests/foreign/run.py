@@ -123,8 +123,7 @@ def main() -> int:
     for name, suite in SUITES.items():
         if given.only not in name:
             continue
-        where = source(suite, folders)
-        files = [str(where / each) for each in suite.files]
+        files = [str(source(suite, folders) / each) for each in suite.files]
         bare: dict[str, str] | None = None
         for way in suite.ways:
             found = run(files, way)
