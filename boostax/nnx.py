@@ -105,7 +105,7 @@ class Optimizer(nnx.Optimizer[_M]):
         hint = f"The model has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
         checks.require(bool(jax.tree.leaves(params)), _WHO, "wrt", wrt, allowed, hint)
         is_valid = getattr(getattr(tx.update, "step", None), "__module__", "") != on_mesh.__module__
-        allowed = "a chain without on_mesh, which the optimizer applies"
+        allowed = "a chain without on_mesh, because the optimizer calls on_mesh"
         hint = "Pass the chain, and axis_name='data'."
         checks.require(is_valid, _WHO, "tx", "the result of on_mesh", allowed, hint)
         if axis_name is not None:

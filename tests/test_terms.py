@@ -159,7 +159,7 @@ SGD, OTHER = optax.sgd(1.0), dict.fromkeys(SHAPES, "b") | {"head": "a"}
 BESIDE = lambda **aux: lambda *args: (loss_fn(*args)[0], boostax.Aux(**aux))  # noqa: E731
 REFUSED = {
     f"normalize={NAMES}": [(loss_fn, tx(SGD, 4)) for tx in (boostax.accumulate, optax.MultiSteps)],
-    "no carry and no mask bypasses": [
+    "all gradients, without carry": [
         (loss_fn, optax.partition({"a": WINDOW(SGD), "b": SGD}, OTHER)),
         (loss_fn, boostax.carry(WINDOW(SGD), {"head": "last"})),
     ],

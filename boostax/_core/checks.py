@@ -21,8 +21,8 @@ _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " Pass the optimizer as an argument, not as the next part of optax.chain."
 _ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass other values by keyword."
-# ``_NOTES`` has more hints for errors about an argument. ``_CALLS`` has the functions by which
-# users know boostax's classes.
+# ``_NOTES`` has more hints for errors about an argument. ``_CALLS`` has, for a class, the call that
+# a user writes: errors show the call instead of the class.
 _NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " If no loss is scaled, opt_state is ()."}
 _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 

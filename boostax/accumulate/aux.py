@@ -191,7 +191,7 @@ def of_slice(
     known = as_aux(aux)
     terms = loss if isinstance(loss, dict) else {}
     got = tuple(terms)
-    allowed = f"{window or 'none'}, the terms of a window that no carry and no mask bypasses"
+    allowed = f"{window or 'none'}, the terms of a window that gets all gradients, without carry"
     hint = f"Pass accumulate(..., normalize={got or 'mean'!r})."
     checks.require(window in (None, got), _WHO, "the terms of the loss", got, allowed, hint)
     means = pairs(_WHO, "Aux.means", known.means)

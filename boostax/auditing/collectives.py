@@ -207,7 +207,8 @@ def _with_uses(
     """
     uses = collections.Counter[str]()
     most = (0, "")
-    # The name of a collective with several operands belongs to the first operand, or to no operand.
+    # The ``op_name`` of a collective with several operands describes at most the first operand, so
+    # the ``op_name`` is used only if there is one operand.
     named = {_stage(program, site.instruction, True)} if len(c.operands) == 1 else set()
     for name, elements in zip(site.instruction.operands, c.operands, strict=False):
         for origin, count in _origins(program, site, name, elements):

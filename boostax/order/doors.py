@@ -22,6 +22,8 @@ from boostax.order.findings import Finding, findings, orders, scales
 # For the ``update`` of each chain, by axes and policy: the findings in the chain, and whether the
 # chain scales the loss.
 _KNOWN = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding], bool]]]()
+# The findings in states of a structure.
+_OF_STATES: dict[PyTree, list[Finding]] = {}
 # Findings of which the user was warned, each with the structure of the state or ``None``.
 _WARNED: set[tuple[str, PyTree]] = set()
 
@@ -47,9 +49,11 @@ def of_chain(
 
 def of_loop(who: str, opt_state: PyTree, tx: optax.GradientTransformation | None = None) -> None:
     """Check the chain of a loop, or the order of the states if the chain is not known."""
-    rows = () if tx is not None else parts.rows(parts.of_state(opt_state))
-    new = orders(rows, bound=True) if tx is None else _known(tx)[0]
-    _report(who, "opt_state" if tx is None else "tx", new, jax.tree.structure(opt_state))
+    structure = jax.tree.structure(opt_state)
+    if tx is None and structure not in _OF_STATES:
+        _OF_STATES[structure] = [*orders(parts.rows(parts.of_state(opt_state)), bound=True)]
+    new = _OF_STATES[structure] if tx is None else _known(tx)[0]
+    _report(who, "opt_state" if tx is None else "tx", new, structure)
 
 
 def _known(

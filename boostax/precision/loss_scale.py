@@ -150,7 +150,7 @@ def dynamic_loss_scale(
       overflow, the count of overflows starts again.
     """
     who = "dynamic_loss_scale"
-    _positive(who, "min_scale", min_scale, "2**-10 lets the scale fall below 1.")
+    _positive(who, "min_scale", min_scale, "1 is the default.")
     _positive(who, "max_scale", max_scale, "2**24 is the default.")
     _positive(who, "init_scale", init_scale, "2**16 is the default.")
     limits = min_scale, init_scale, max_scale

@@ -273,7 +273,8 @@ class Oracle(Generic[Value, Params, Grads]):
         is_active: PyTree = True
         if active is not True:
             local = params.local if is_per_replica(params) else params
-            # Leaves that ``aside`` hides in the params are hidden in the bools, too.
+            # ``aside`` hides the constants among the params. The same leaves of ``active`` are
+            # hidden, too.
             arrays = trees.aside(local)
             hidden = functools.partial(
                 jax.tree.map, lambda p, x: p if is_aside(p) else x, arrays, is_leaf=is_aside
