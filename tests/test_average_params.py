@@ -249,7 +249,7 @@ def test_what_cannot_be_averaged_or_read_is_refused():
     for match, call in {
         "average_params: inner must be an optimizer that keeps": lambda: gated.init(PARAMS),
         "average_params: params must be given": lambda: tx.update(PARAMS, tx.init(PARAMS)),
-        "averaged_params: opt_state must be one with": lambda: averaged_params(0, SGD.init(PARAMS)),
+        "averaged_params: opt_state must be a tree": lambda: averaged_params(0, SGD.init(PARAMS)),
         r"averaged_params: params must be shaped \(4, 3\) at 'w'": (
             lambda: averaged_params(PARAMS | {"w": jnp.zeros((4, 1))}, tx.init(PARAMS))
         ),

@@ -181,7 +181,7 @@ def test_a_check_that_compares_nothing_is_refused(mesh):
     put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, P()))  # noqa: E731
     step = jax.jit(lambda grads, state, params: boostax.apply_gradients(tx, grads, state, params))
     _, state = step(put(PARAMS), put(tx.init(PARAMS)), put(PARAMS))
-    with pytest.raises(ValueError, match=r"compared 1 on 8 devices\. Wrap the chain in"):
+    with pytest.raises(ValueError, match=r"compared only 1 of 8 devices\. Wrap the chain in"):
         raise_if_diverged(state)
     with pytest.raises(ValueError, match="a CheckReplicasState"):
         raise_if_diverged(optax.sgd(0.1).init(PARAMS))

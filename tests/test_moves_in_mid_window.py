@@ -225,7 +225,7 @@ SHORT = {"window(scaler) to MultiSteps", "MultiSteps to partition(window)"}
 SHORT |= {"window to scaler(window)"}
 
 
-@pytest.mark.filterwarnings("ignore:.*accumulate in masked")
+@pytest.mark.filterwarnings("ignore:.*accumulate in (masked|partition)")
 @pytest.mark.parametrize("pair", lanes(PAIRS, SHORT))
 def test_a_state_moves_between_windows_to_another_chain_and_back(pair, undisturbed):
     """The windows are of 3, 5 and 5 calls."""

@@ -116,7 +116,7 @@ def test_a_rebuilt_schedule_still_freezes_and_another_update_is_refused():
         assert step.depths == (0, 1)
         results.append(state.params)
     jax.tree.map(np.testing.assert_array_equal, *results)
-    with pytest.raises(TypeError, match="scheduled_freeze: update must be the one"):
+    with pytest.raises(TypeError, match="scheduled_freeze: update must be the function"):
         tx._replace(update=jax.jit(tx.update)).active(PARAMS, 1)
 
 

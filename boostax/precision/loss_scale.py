@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, history, protocols, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
 from boostax.order import doors
@@ -427,7 +427,7 @@ def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: i
     )
     got = "gradients of a loss that was not multiplied"
     checks.require(bool(marks), who, "gradients", got, allowed, hint)
-    history.require_linear(who, grads, params)
+    handshake.require_linear(who, grads, params)
     is_valid = groups == 1 or any(m.crossed for m in marks)
     allowed = "a function that uses the scales of the groups"
     hint = "Call boostax.precision.scale_boundary(x, scales, outer, inner) on edges between groups."

@@ -12,7 +12,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, handshake, history, replicas, trees
+from boostax._core import axes, checks, handshake, replicas, trees
 from boostax._core.describe import Stepped
 from boostax._core.gate import GatedUpdate, Pending, flush_inner, gate_of, gated
 from boostax._core.placement import Placement, settled
@@ -151,7 +151,7 @@ def placed_on(
         local = _stacked(parts.local, place)
         refusals.require_dense(local.local, _WHO)
         if handshake.scales_in(state):
-            history.require_linear(_WHO, parts.local, params)
+            handshake.require_linear(_WHO, parts.local, params)
         terms = terms_of(state)
         lead = (place.replicas, len(terms)) if terms else (place.replicas,)
         _require_stacked(local, arrays_alone(params), lead)
