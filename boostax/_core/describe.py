@@ -21,6 +21,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -70,6 +71,21 @@ class Holds(NamedTuple):
     scale: str = ""
     basis: str = ""
     params: bool = False
+
+
+# What was read from the ``update`` of each transformation, by key.
+_READ = weakref.WeakKeyDictionary[PyTree, dict[PyTree, PyTree]]()
+
+
+def once(update: Callable[..., PyTree], key: PyTree, read: Callable[[], PyTree]) -> PyTree:
+    """Return ``read()``, which is called once for each ``update`` and key."""
+    try:
+        known = _READ.setdefault(update, {})
+    except TypeError:  # Some callables have no weak references, or no hash.
+        known = {}
+    if key not in known:
+        known[key] = read()
+    return known[key]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -264,8 +264,7 @@ def _closed(trained: PyTree, params: PyTree, state: CarryState, is_applied: jax.
     chosen = {name: jnp.where(is_applied, x, old[name]) for name, x in new.items()}
     # Per-replica params have a varying type.
     params = restored(trained, axes.unify(chosen, old))
-    is_open = state.open & gate.held_open(state.inner_state)
-    return params, state._replace(open=is_open)
+    return params, state._replace(open=state.open & gate.held_open(state.inner_state))
 
 
 def _map(fn: Callable[..., PyTree], tree: PyTree, is_leaf: Callable | None = None) -> PyTree:

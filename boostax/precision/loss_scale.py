@@ -386,7 +386,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       81920.0
     """
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
-    doors.of_loop("scale_loss", opt_state)
+    doors.of_state("scale_loss", opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
     product = wide * scale.astype(wide.dtype)
     scales = handshake.scales_in(opt_state)

@@ -51,6 +51,6 @@ def apply_gradients(
     """
     who, call = "apply_gradients", "boostax.apply_gradients(tx, grads, opt_state, params)"
     with mismatch.explaining(mismatch.require_state, who, call, tx, opt_state, params, grads):
-        doors.of_loop(who, opt_state, tx)
+        doors.of_chain(who, tx, (), opt_state)
         require_weighted(opt_state, extra_args.get("weight"))
         return applied(tx, grads, opt_state, params, extra_args)

@@ -264,6 +264,7 @@ class Oracle(Generic[Value, Params, Grads]):
         inputs = {"params": params, "opt_state": opt_state, "batch": batch}
         with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **inputs):
             value, grads = self.with_aux(params, opt_state, batch, active, kwargs)
+            doors.of_state(_WHO, opt_state)
             return (value if self.has_aux else value[0]), grads
 
     def with_aux(
@@ -292,7 +293,6 @@ class Oracle(Generic[Value, Params, Grads]):
             if self.count == "stacked":
                 stacked_count(batch, _WHO, least=2)
         scale, scales = scales_of("loss_scale", opt_state)
-        doors.of_loop(_WHO, opt_state)
         rules = carried.declared(opt_state, params, _WHO)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
         terms = terms_of(opt_state)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 
 import jax
@@ -12,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from boostax._core import axes, checks
+from boostax._core.describe import once
 from boostax._core.types import PyTree
 from boostax.accumulate.aux import as_metrics
 from boostax.order import doors
@@ -138,16 +138,9 @@ def make_train_step(
         oracle = around(oracle, precision)
     settings = precision, param_specs, freeze_driver, shard_optimizer, gather
     step = TrainStep(tx, oracle, mesh, names, slices, *settings)
-    is_scaled = doors.of_chain(who, tx, names, step)
-    watch = functools.partial(_warn_of_rules, set()) if is_scaled else None
+    key = names, precision
+    found, is_scaled = once(tx.update, key, lambda: doors.read(tx, names, step))
+    if found:
+        doors.report(who, "tx", found, stacklevel=4)
+    watch = functools.partial(doors.of_rules, who, set()) if is_scaled else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
-
-
-def _warn_of_rules(known: set[str], rules: list[str]) -> None:
-    from boostax.order.findings import finding
-
-    # The set avoids repeated warnings, because a loss may be traced several times.
-    new = sorted(set(rules) - known)
-    known.update(rules)
-    for rule in new:
-        warnings.warn(f"make_train_step: {finding('not_linear', rule=rule)}", stacklevel=2)
