@@ -21,7 +21,7 @@ from boostax._core.types import PyTree
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
-from boostax.order import doors
+from boostax.order import check
 from boostax.train.apply import apply_gradients
 from boostax.train.on_mesh import on_mesh
 from boostax.train.oracle import value_and_grad
@@ -112,7 +112,7 @@ class Optimizer(nnx.Optimizer[_M]):
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
         else:
-            doors.of_chain(_WHO, tx)
+            check.of_chain(_WHO, tx)
         is_valid = axis_name is not None or not shard_optimizer
         allowed = "False without an axis_name"
         hint = "The state is sharded over the axes of axis_name."

@@ -16,7 +16,7 @@ from flax import nnx
 import boostax
 import boostax.nnx
 from boostax import dynamic_loss_scale, precision
-from boostax.order import doors
+from boostax.order import check
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.full((2, 2), 2.0)}
 X = jnp.arange(3.0)
@@ -77,8 +77,8 @@ def differentiated(tx, params, state, x):
 
 
 def reported(fn):
-    """What a call refuses, and of what it warns, without the names of the doors and of scalers."""
-    doors._WARNED.clear()
+    """What a call refuses, and of what it warns, without the names of functions and of scalers."""
+    check._WARNED.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
-from boostax.order import doors
+from boostax.order import check
 
 
 def scale_array(state: PyTree) -> jax.Array:
@@ -386,7 +386,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       81920.0
     """
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
-    doors.of_state("scale_loss", opt_state)
+    check.of_state("scale_loss", opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
     product = wide * scale.astype(wide.dtype)
     scales = handshake.scales_in(opt_state)

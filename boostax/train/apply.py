@@ -6,7 +6,7 @@ import optax
 from boostax._core import checks, mismatch, types
 from boostax._core.types import PyTree
 from boostax.accumulate.window import require_weighted
-from boostax.order import doors
+from boostax.order import check
 from boostax.train.oracle import applied
 
 
@@ -51,6 +51,6 @@ def apply_gradients(
     """
     who, call = "apply_gradients", "boostax.apply_gradients(tx, grads, opt_state, params)"
     with mismatch.explaining(mismatch.require_state, who, call, tx, opt_state, params, grads):
-        doors.of_chain(who, tx, (), opt_state)
+        check.of_chain(who, tx, (), opt_state)
         require_weighted(opt_state, extra_args.get("weight"))
         return applied(tx, grads, opt_state, params, extra_args)

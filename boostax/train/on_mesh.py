@@ -20,7 +20,7 @@ from boostax._core.replicas import PerReplica, is_per_replica
 from boostax._core.trees import is_array
 from boostax._core.types import PyTree
 from boostax.accumulate.window import terms_of
-from boostax.order import doors
+from boostax.order import check
 from boostax.precision.policy import Policy
 from boostax.train import refusals
 from boostax.train.oracle import Backward, Gradients, Oracle, planned
@@ -96,7 +96,7 @@ def on_mesh(
     """
     checks.transformation(_WHO, "tx", tx)
     place = placement_of(_WHO, params, axis_name)
-    doors.of_chain(_WHO, tx, place.names)
+    check.of_chain(_WHO, tx, place.names)
     if layers is None:
         return placed_on(tx, place, shard_optimizer)
     tx, layered = planned(tx, layers, shard_optimizer)

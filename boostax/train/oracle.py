@@ -29,7 +29,7 @@ from boostax.accumulate.aux import Aux, as_aux, drop_empty, total
 from boostax.accumulate.microbatch import Count, stacked_count
 from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
-from boostax.order import doors
+from boostax.order import check
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train import refusals
@@ -264,7 +264,7 @@ class Oracle(Generic[Value, Params, Grads]):
         inputs = {"params": params, "opt_state": opt_state, "batch": batch}
         with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **inputs):
             value, grads = self.with_aux(params, opt_state, batch, active, kwargs)
-            doors.of_state(_WHO, opt_state)
+            check.of_state(_WHO, opt_state)
             return (value if self.has_aux else value[0]), grads
 
     def with_aux(

@@ -14,7 +14,7 @@ from boostax._core import axes, checks
 from boostax._core.describe import once
 from boostax._core.types import PyTree
 from boostax.accumulate.aux import as_metrics
-from boostax.order import doors
+from boostax.order import check
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train.compiled import FreezeDriver, TrainStep
 from boostax.train.gather import Gather
@@ -139,8 +139,8 @@ def make_train_step(
     settings = precision, param_specs, freeze_driver, shard_optimizer, gather
     step = TrainStep(tx, oracle, mesh, names, slices, *settings)
     key = names, precision
-    found, is_scaled = once(tx.update, key, lambda: doors.read(tx, names, step))
+    found, is_scaled = once(tx.update, key, lambda: check.read(tx, names, step))
     if found:
-        doors.report(who, "tx", found, stacklevel=4)
-    watch = functools.partial(doors.of_rules, who, set()) if is_scaled else None
+        check.report(who, "tx", found, stacklevel=4)
+    watch = functools.partial(check.of_rules, who, set()) if is_scaled else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
