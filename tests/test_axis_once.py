@@ -155,8 +155,8 @@ def test_a_gate_behind_the_reduction_in_a_gate_stays_without():
 @pytest.mark.parametrize(("part", "axis"), MORE)
 def test_a_window_in_shards_takes_a_plain_mean_alone(part, axis, mesh):
     placed = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
-    text = r"accumulate: sums must be 'local' around a reduction|accumulate without the axis 'mod"
-    with pytest.raises(ValueError, match=text):
+    text = "without the axis 'mo" if part is other else "sums must be 'local' around a reduction"
+    with pytest.raises(ValueError, match=f"accumulate:? {text}"):
         boostax.on_mesh(window(adam(part(axis)), axis, sums="sharded"), placed).init(placed)
 
 
