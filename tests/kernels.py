@@ -41,8 +41,7 @@ def ends(name, spec, shape):
     normal = lambda i: np.random.default_rng(i).normal(size=shape)  # noqa: E731
     draw = lambda i: jnp.asarray(normal(i), jnp.float32)  # noqa: E731
     params = {"w": draw(0), "b": jnp.ones(3)}
-    low = name != "bfloat16"
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if low else p, params)
+    params = jax.tree.map(lambda p: p if name == "bfloat16" else p.astype(jnp.bfloat16), params)
     grads = [{"w": draw(i + 1).at[..., :2, :].set(0), "b": jnp.ones(3)} for i in range(3)]
     if spec is None:
         tx = store(inner, **options)

@@ -91,8 +91,7 @@ def nested(x, conv, norm):
     """A residual block inside a residual branch, judged by its own sum."""
     y = nn.relu(norm(conv(x, "conv_1"), "norm_1"))
     y = nn.relu(norm(conv(y, "conv_2"), "norm_2"))
-    z = nn.relu(norm(conv(y, "conv_3"), "norm_3"))
-    y = nn.relu(y + norm(conv(z, "conv_4"), "norm_4"))
+    y = nn.relu(y + norm(conv(nn.relu(norm(conv(y, "conv_3"), "norm_3")), "conv_4"), "norm_4"))
     return x + y
 
 

@@ -19,7 +19,7 @@ from boostax import dynamic_loss_scale, precision
 from boostax.order import check
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.full((2, 2), 2.0)}
-X = jnp.arange(3.0)
+X, ADAM = jnp.arange(3.0), optax.adam(1e-3)
 GATES = {
     "scaler": functools.partial(dynamic_loss_scale, init_scale=256.0),
     "window": functools.partial(boostax.accumulate, every=2),
@@ -106,7 +106,8 @@ def test_a_loop_refuses_and_warns_of_what_a_train_step_does(seed):
         return
     assert reports[applied] == step
     # Without the chain, only its state and the gradients can be read.
-    assert all(x[0] is None and {*x} <= {*step} for x in reports.values())
+    seen = {x for x in step[1:] if re.match(r"(scale_by_(adam|rms)|trace) after loss_scale", x)}
+    assert all(x[0] is None and seen <= {*x} <= {*step} for x in reports.values())
     if len(step) > 1:
         return
     fn = boostax.make_train_step(loss, tx)
@@ -150,7 +151,7 @@ def steps(step):
 @pytest.mark.parametrize("name", [*LINEAR, *OTHERS])
 @pytest.mark.parametrize("micro", [False, True])
 def test_a_scaler_refuses_what_is_not_linear_since_the_backward_pass(around, name, micro):
-    tx = dynamic_loss_scale(optax.adam(1e-3))
+    tx = dynamic_loss_scale(ADAM)
 
     def grads_of(params, state, x):
         return jax.grad(lambda y: precision.scale_loss(loss(y, x), state))(params)
@@ -185,16 +186,18 @@ def test_a_nonlinear_rule_of_the_loss_is_no_change_after_the_backward_pass():
     jax.jit(step).lower(PARAMS, tx.init(PARAMS), X)
 
 
-def test_an_optimizer_on_a_mesh_and_of_nnx_check_their_chain():
+def test_an_optimizer_on_a_mesh_and_of_nnx_check_their_chain_and_gradients():
     wrong = optax.chain(optax.clip(1.0), dynamic_loss_scale(optax.sgd(1.0)))
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    placed = jax.device_put(PARAMS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    for door in (
-        functools.partial(boostax.on_mesh, wrong, placed),
-        functools.partial(boostax.nnx.Optimizer, model, wrong, wrt=nnx.Param),
+    placed = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
+    for make in (
+        lambda: boostax.on_mesh(wrong, placed),
+        lambda: boostax.nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), wrong, wrt=nnx.Param),
     ):
-        with pytest.raises(
-            ValueError, match="dynamic_loss_scale after clip: clip receives gradients"
-        ):
-            door()
+        with pytest.raises(ValueError, match="dynamic_loss_scale after clip: clip receives grad"):
+            make()
+    tx = boostax.on_mesh(dynamic_loss_scale(optax.chain(boostax.all_reduce(), ADAM)), placed)
+    fn = boostax.value_and_grad(loss, mesh=mesh)
+    args = placed, tx.init(placed), X[None]
+    with pytest.raises(ValueError, match=r"on_mesh: gradients must be .* clipped, decayed or"):
+        jax.eval_shape(lambda *a: tx.update(jax.tree.map(jnp.tanh, fn(*a)[1]), a[1], a[0]), *args)

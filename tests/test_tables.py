@@ -116,8 +116,7 @@ CLOCKS = ("ms", "time", "window / ", "effective step / ", "with compiling / ")
 
 def quotes(line, cells):
     """Paths of records in some cells of a row."""
-    cut = line.strip("|").split("|")
-    found = [cell for i in cells for cell in tables.CELL.findall(cut[i])]
+    found = [cell for i in cells for cell in tables.CELL.findall(line.strip("|").split("|")[i])]
     return [tuple(cell.split(" : ")[0].split(" > ")) for cell in found]
 
 
