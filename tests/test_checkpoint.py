@@ -330,11 +330,11 @@ def test_per_replica_state_that_is_said_to_be_replicated_is_refused(tmp_path):
     bad = map_(step, in_axes=(None, 0), out_axes=None)(state, x)
     good = map_(step)(jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state), x)
     with Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(ValueError, match=r"stacked over the replicas .* 'window/local/grads'"):
+        with pytest.raises(ValueError, match=r"a dimension of replicas, .* 'window/local/grads'"):
             checkpointer.save(1, bad)
         checkpointer.save(1, good)
         np.testing.assert_array_equal(checkpointer.restore(good)[0].window.local.grads, x)
-    with pytest.raises(ValueError, match="reshard_state: state must be stacked over the repl"):
+    with pytest.raises(ValueError, match="reshard_state: state must be a state whose arrays that"):
         boostax.reshard_state(bad, 2)
 
 

@@ -435,9 +435,9 @@ REFUSED = [
     (lambda: given_as([[], "a"], ZMA), r"groups must .+, got \[1, 2\]\. No leaf is in group 0\."),
     (
         lambda: given_as({"a": {"kernel": 0}}, ZMA),
-        r"groups must be a tree or prefix of .+ pytree",
+        r"groups must be a tree prefix of .+ pytree",
     ),
-    (lambda: given_as({"a": 0}, ZMA), r"groups must be .+, got \{'a': 0\}\. No name matches 'm/b"),
+    (lambda: given_as({"a": 0}, ZMA), r"groups must .+, got \{'a': 0\}\. No pattern matches 'm/b"),
     (lambda: given_as([0, 1, 1], PAIR), r"groups must be a tree .+, got \[0, 1, 1\]\. "),
     (lambda: given_as(None, ZMA), r"groups must be a tree .+, got None\. "),
     (lambda: given_as(["a", "x_*"], ZMA), r"groups must be .+, got 'x_\*'\. .+ are 'a/bias', "),

@@ -159,12 +159,12 @@ SGD, OTHER = optax.sgd(1.0), dict.fromkeys(SHAPES, "b") | {"head": "a"}
 BESIDE = lambda **aux: lambda *args: (loss_fn(*args)[0], boostax.Aux(**aux))  # noqa: E731
 REFUSED = {
     f"normalize={NAMES}": [(loss_fn, tx(SGD, 4)) for tx in (boostax.accumulate, optax.MultiSteps)],
-    "all gradients, without carry": [
+    "a window in carry or a mask": [
         (loss_fn, optax.partition({"a": WINDOW(SGD), "b": SGD}, OTHER)),
         (loss_fn, boostax.carry(WINDOW(SGD), {"head": "last"})),
     ],
     "normalize='mean'": [(weighted, WINDOW(SGD))],
-    "without a weight": [(BESIDE(weight=3.0), SGD), (BESIDE(means={"ce": (1.0, 2)}), SGD)],
+    "without weight=": [(BESIDE(weight=3.0), SGD), (BESIDE(means={"ce": (1.0, 2)}), SGD)],
     "(sum, count)": [(BESIDE(means={"a": 1.0}), SGD), (lambda *_: ({"a": 1.0}, ()), SGD)],
 }
 

@@ -96,8 +96,8 @@ def canonical(who: str, axis_name: AxisName | None, argument: str = "axis_name")
 def named_or_bound(who: str, axis_name: AxisName | None = None) -> tuple[str, ...]:
     """Return axis names, by default those of the surrounding step; refuse an empty result."""
     names = canonical(who, axis_name) or bound().names
-    hint = f"Call {who} inside make_train_step or on_mesh, or write {who}(..., axis_name='data'); "
-    hint += "in NNX write boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
+    hint = f"Call {who} inside make_train_step or on_mesh, or write {who}(..., axis_name='data'). "
+    hint += "In NNX, write boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data')."
     checks.require(bool(names), who, "axis_name", got=None, allowed="a mesh axis", hint=hint)
     return names
 
@@ -111,15 +111,15 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     names = canonical(who, axis_name) or (mesh.axis_names if len(mesh.axis_names) == 1 else ())
     allowed = f"among the mesh's axes {tuple(mesh.shape)}"
     valid = bool(names) and set(names) <= set(mesh.axis_names)
-    hint = "The batch is split over axis_name. Make a mesh with jax.make_mesh((n,), ('data',))."
+    hint = "Pass the axes that split the batch, or make a mesh with jax.make_mesh((n,), ('data',))."
     checks.require(valid, who, "axis_name", got=axis_name, allowed=allowed, hint=hint)
     return names
 
 
 # In a plain jit, XLA shards arrays but binds no axis. A train step would bind the replica axes.
 _IN_JIT = (
-    "in plain jit omit axis_name and wrap the chain: boostax.on_mesh(tx, params, axis_name=...), "
-    "or boostax.nnx.Optimizer(..., axis_name=...). boostax.make_train_step also binds the axis."
+    "In plain jit, use boostax.make_train_step, or omit this axis_name and wrap the chain: "
+    "boostax.on_mesh(tx, params, axis_name=...) or boostax.nnx.Optimizer(..., axis_name=...)."
 )
 
 
@@ -133,7 +133,7 @@ def require_bound(
         except NameError as error:
             allowed = "an axis of the surrounding jax.shard_map, jax.pmap or jax.vmap"
             got = f"{name!r}, which is not bound here"
-            hint = f"Run the update inside jax.shard_map, or {hint}"
+            hint = f"Run the update inside jax.shard_map. {hint}"
             raise ValueError(checks.message(who, argument, allowed, got, hint)) from error
 
 
@@ -285,7 +285,7 @@ def require_invariant(predicate: jax.Array, who: str) -> None:
     """
     over = sorted(varying(predicate))
     what = "the decision to run the inner transformation"
-    hint = "Reduce the gradients, which differ over these axes, or pass the axes in axis_name."
+    hint = f"Reduce the gradients over the axes {over}, or pass these axes as axis_name."
     checks.require(not over, who, what, got=over, allowed="the same on all replicas", hint=hint)
 
 

@@ -20,10 +20,10 @@ Factory = TypeVar("Factory", bound=Callable[..., object])
 _NATURAL = "an integer that is not negative"
 _SHOWN = {"inner": "optax.adamw(1e-3)", "tx": "optax.adamw(1e-3)", "every": "every=4"}
 _AROUND = " Pass the optimizer as an argument, not as the next part of optax.chain."
-_ROWS = " Pass all rows as one tree, (x, y), to loss_fn. Pass other values by keyword."
+_ROWS = " Pass all rows as one tree, such as (x, y). Pass other values by keyword."
 # ``_NOTES`` has more hints for errors about an argument. ``_CALLS`` has, for a class, the call that
 # a user writes: errors show the call instead of the class.
-_NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " If no loss is scaled, opt_state is ()."}
+_NOTES = {"inner": _AROUND, "batch": _ROWS, "active": " Without a loss scaler, opt_state is ()."}
 _CALLS = {"TrainStep": "step", "TrainStep.init": "step.init", "Oracle": "value_and_grad(loss_fn)"}
 
 
@@ -79,7 +79,7 @@ def integer(who: str, argument: str, value: object, allowed: str, hint: str) -> 
 def require_scalar(who: str, argument: str, value: object) -> None:
     """Refuse an array with dimensions, because an array of one element would broadcast."""
     shape = getattr(value, "shape", ())
-    hint = f"{argument}.reshape(()) makes a scalar of one element; .sum() adds several."
+    hint = f"Pass {argument}.reshape(()) for one element, or {argument}.sum() for several elements."
     require(not shape, who, argument, shape, "shaped ()", hint)
 
 

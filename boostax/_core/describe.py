@@ -154,7 +154,7 @@ def describe(
       >>> boostax.explain(tx, jnp.zeros(2)).parts[0].role
       'rate'
     """
-    checks.choice("describe", "role", role, Role, "'unknown' means that the order is not checked.")
+    checks.choice("describe", "role", role, Role, "The position of an unknown part is not checked.")
 
     def decorate(update: Update) -> Update:
         @functools.wraps(update)

@@ -217,7 +217,7 @@ def flush_inner(tx: Extended, state: PyTree, params: PyTree, extra: Extra) -> St
         return gate.flush(state, params, **extra)
     hidden = [type(node).__name__ for node in trees.telling(state, protocols.Window)]
     allowed = "a boostax gate such as accumulate(...) or dynamic_loss_scale(accumulate(...))"
-    hint = "A wrapper such as optax.chain hides the gate of these states. Put the gate outermost."
+    hint = "A wrapper such as optax.chain hides the gate. Put the gate around the wrapper."
     checks.require(not hidden, "flush", "tx", got=hidden, allowed=allowed, hint=hint)
     return params, state
 
@@ -268,7 +268,7 @@ def run_or_hold(
         _require_agreed(replay, names, who)
     # These zeros have the dtype, the sharding and the varying axes of the updates.
     old = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
-    hint = "Make the state with tx.init, from params of the gradients' shapes."
+    hint = "Call tx.init with params that have the shapes of the gradients."
     for what, tree, new_types in zip(("params", "state"), old, types, strict=True):
         trees.require_shapes(who, what, tree, new_types, hint)
     old = axes.unify(old, types)
@@ -311,13 +311,13 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
     sent = axes.named(eqn for eqn, _ in interpret.equations(heavy.program.jaxpr))
     seen = axes.tracked((*names, *sent))
     missing = ", ".join(map(repr, sorted(sent - seen.union(names))))
-    got = f"{names or None}, and a part inside communicates over {missing}"
-    allowed = "all axes over which the parts inside communicate"
-    hint = "Pass all these axes. Replicas that decide separately would deadlock in a collective."
+    got = f"{names or None}, but a part inside {who} communicates over {missing}"
+    allowed = f"all axes over which the parts inside {who} communicate"
+    hint = "Pass all these axes. Replicas that skip different calls would deadlock in a collective."
     checks.require(not missing, who, "axis_name", got, allowed, hint)
     reduced = not names or not sent.isdisjoint(names) or names[0] in seen
-    hint = f"Local gradients need a reduction inside, such as boostax.all_reduce({names[:1]})."
-    checks.require(reduced, who, "axis_name", names, "left out if no part inside reduces", hint)
+    hint = f"Local gradients need a reduction inside {who}: boostax.all_reduce({names[:1]})."
+    checks.require(reduced, who, "axis_name", names, "left out if inner has no reduction", hint)
 
 
 Branch = Callable[..., PyTree]

@@ -87,7 +87,7 @@ def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
         pairs = groups.items() if isinstance(groups, dict) else ()
         if pairs and all(isinstance(k, str) and isinstance(x, int) for k, x in pairs):
             return _by_name(who, groups, trees.names(params))
-        allowed = "a tree or prefix of integers, a list of patterns, or a function of path and leaf"
+        allowed = "a tree prefix of integers, a list of patterns, or a function of path and leaf"
         raise ValueError(checks.message(who, "groups", allowed, groups, str(error))) from error
 
 
@@ -102,8 +102,8 @@ def _by_name(who: str, groups: dict[str, int], names: list[str]) -> list[int]:
     patterns = [[name for name, k in groups.items() if k == number] for number in numbers]
     indices = _matched(who, patterns, names)
     missed = [name for name, i in zip(names, indices, strict=True) if i == len(numbers)]
-    allowed = "a dictionary whose names together match every leaf"
-    checks.require(not missed, who, "groups", groups, allowed, f"No name matches {few(missed)}.")
+    allowed = "a dictionary whose patterns together match every leaf"
+    checks.require(not missed, who, "groups", groups, allowed, f"No pattern matches {few(missed)}.")
     return [numbers[i] for i in indices]
 
 

@@ -52,7 +52,7 @@ def require_order(who: str, call: str, **arguments: PyTree) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(arguments)
     untraced = [(path, x) for path, x in leaves if not isinstance(x, Tracer)]
     gone = [trees.path_name(path) for path, x in untraced if getattr(x, "is_deleted", bool)()]
-    hint = "A call deletes the arrays it donates. Use the call's results, or copy the arrays."
+    hint = "A call deletes the arrays that it donates. Use the call's results, or copy the arrays."
     checks.require(not gone, who, "arguments", f"{gone[:4]} donated", "not yet donated", hint)
     allowed = "without an optimizer state"
     hint = f"The call is {call}."
@@ -87,8 +87,8 @@ def require_as_made(who: str, what: str, state: PyTree, expected: PyTree) -> PyT
     checks.require(mine == theirs, who, what, got, f"that of {theirs}", hint, error)
     odd = sorted({*trees.names(state)} ^ {*trees.names(expected)})
     allowed = "a state with the leaves of tx.init(params)"
-    hint = f"Pass the params with which the state was made. {_MOVES}"
-    checks.require(not odd, who, what, f"others, {odd[:4]}", allowed, hint)
+    hint = f"Pass the params from which tx.init made the state. {_MOVES}"
+    checks.require(not odd, who, what, f"other leaves, {odd[:4]}", allowed, hint)
     state = jax.tree.unflatten(jax.tree.structure(expected), jax.tree.leaves(state))
     hint = "Use tx.init(params), or convert the state with boostax.reshard_state(state, n)."
     trees.require_shapes(who, what, state, expected, hint)

@@ -118,8 +118,8 @@ class Placement:
             hint = (
                 "Arrays of these shapes differ between replicas. Put a reduction such as "
                 "boostax.all_reduce first in the innermost chain, and pass axis_name to every "
-                "scaler and window around the reduction. optax.MultiSteps and apply_if_finite have "
-                "no axis_name: use boostax.accumulate and boostax.skip_bad_steps instead."
+                "scaler and window around the reduction. Use boostax.accumulate and skip_bad_steps "
+                "instead of optax.MultiSteps and apply_if_finite, which have no axis_name."
             )
             allowed = "the same on all replicas"
             checks.require(not shapes, "on_mesh", "params and updates", shapes, allowed, hint)

@@ -184,6 +184,6 @@ def answers(kind: type, question: type) -> bool:
     for names in METHODS.values():
         wrong |= {f"{x}() alone": f"{y}() too" for x in names & methods for y in names - methods}
     for got, right in sorted(wrong.items()):
-        hint = f"Write {right}, which boostax calls. If the purpose differs, use another name."
+        hint = f"Write {right}, which boostax calls. For another purpose, use another name."
         raise TypeError(checks.message(kind.__name__, "methods", "named exactly", got, hint))
     return is_answer

@@ -61,7 +61,7 @@ def distributed_items(opt_state: PyTree) -> dict[int, int]:
 def require_replicas(who: str, state: PyTree, replicas: int) -> None:
     """Refuse a state whose per-replica parts are for another number of replicas."""
     others = [(path, x.shape) for path, x in _local_arrays(state) if x.shape[:1] != (replicas,)]
-    allowed = f"stacked to a first dimension of {replicas} in arrays that differ per replica"
+    allowed = f"a state whose arrays that differ per replica have a first dimension of {replicas}"
     hint = "Use boostax.reshard_state(state, n), or stack_replicas(tx.init(params), n)."
     hint = "A step without mesh= has one replica. Pass the mesh. " * (replicas == 1) + hint
     got = [(trees.path_name(path), shape) for path, shape in others[:6]]
@@ -80,8 +80,8 @@ def require_stacked(who: str, state: PyTree) -> None:
             continue
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         if any(not np.array_equal(first, other, equal_nan=True) for other in others):
-            allowed = "stacked over the replicas in arrays that differ per replica"
-            got = f"two values of {trees.path_name(path)!r}"
+            allowed = "a state whose arrays that differ per replica have a dimension of replicas"
+            got = f"different values of {trees.path_name(path)!r} on two devices"
             hint = "Use jax.pmap with in_axes=0, out_axes=0, or shard_map with states.state_specs."
             raise ValueError(checks.message(who, "state", allowed, got, hint))
 
@@ -262,7 +262,7 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
       [[2.0], [6.0]]
     """
     checks.positive_int("reshard_state", "replicas", replicas, "Pass the new number.")
-    checks.positive_int("reshard_state", "within", within, "Count the devices of a server.")
+    checks.positive_int("reshard_state", "within", within, "Pass how many devices a server has.")
     allowed = f"a multiple of within={within}"
     hint = "Each replica is a device, and within is the number of devices of a server."
     checks.require(not replicas % within, "reshard_state", "replicas", replicas, allowed, hint)

@@ -181,13 +181,13 @@ def require_gradients(tree: PyTree, who: str, *, carried: bool = False) -> None:
         # ``str(path)`` is searched first, because ``path_name`` is slow.
         if not carried and OVERWRITE in str(path) and overwritten(path):
             got = f"the new value of a leaf at {path_name(path)!r}"
-            hint = "Put boostax.carry, which sets such leaves, around the whole optimizer."
+            hint = "Put boostax.carry, which assigns such values, around the whole optimizer."
             raise ValueError(checks.message(who, "gradients", "gradients", got, hint))
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             kind = "float0" if dtype == jax.dtypes.float0 else dtype or type(leaf).__name__
             got = f"{kind} at {path_name(path) or 'the root'!r}"
-            hint = "Remove such leaves from the trained params: eqx.partition, or wrt= in NNX."
+            hint = "Do not train such leaves: use eqx.partition, or wrt= of an optimizer in NNX."
             allowed = "floating or complex arrays"
             raise TypeError(checks.message(who, "gradients", allowed, got, hint))
 

@@ -103,7 +103,7 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
     """Return ``aux`` if it is an ``Aux``; otherwise return its scalars as metrics of an ``Aux``."""
     if isinstance(aux, Aux):
         return aux
-    hint = "Pass arrays in boostax.Aux(metrics=...); boostax.value_and_grad returns any aux."
+    hint = "Return arrays in boostax.Aux(metrics=...). boostax.value_and_grad accepts any aux."
     for name, leaf in trees.named(aux):
         allowed = f"a boostax.Aux, or a tree with a scalar at {name or 'the root'!r}"
         shape = jnp.shape(leaf)
@@ -113,7 +113,7 @@ def as_metrics(aux: PyTree, who: str) -> Aux:
 
 def pairs(who: str, argument: str, tree: PyTree) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Return sums and counts by name, in f32 or wider."""
-    allowed = "a dict of names to pairs (sum, count)"
+    allowed = "a dict from names to pairs (sum, count)"
     hint = "Return {'ce': (ce.sum(), tokens), 'z': (0.1 * z.sum(), rows)}."
     entries = [*tree.values()] if isinstance(tree, Mapping) else [None]
     is_valid = all(isinstance(x, tuple) and len(x) == 2 for x in entries)
@@ -191,13 +191,13 @@ def of_slice(
     known = as_aux(aux)
     terms = loss if isinstance(loss, dict) else {}
     got = tuple(terms)
-    allowed = f"{window or 'none'}, the terms of a window that gets all gradients, without carry"
+    allowed = f"{window or 'none'}, as in the window; a window in carry or a mask has no terms"
     hint = f"Pass accumulate(..., normalize={got or 'mean'!r})."
     checks.require(window in (None, got), _WHO, "the terms of the loss", got, allowed, hint)
     means = pairs(_WHO, "Aux.means", known.means)
     if terms:
         twice = [*means.keys() & terms, *["weight"] * (known.weight is not None)]
-        allowed, hint = "without a weight or means named like a term", "Each term has its count."
+        allowed, hint = "without weight=, and without terms in means=", "Each term has its count."
         checks.require(not twice, _WHO, "Aux with terms", got=twice, allowed=allowed, hint=hint)
         if counts is None:
             raise UncountedError

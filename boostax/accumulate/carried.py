@@ -127,7 +127,7 @@ class _Carry(NamedTuple):
         unused = [words for words in self.rules if not resolve({words: "last"}, params)]
         # scheduled_freeze calls init with only some of the params; the other params are masked.
         is_valid = not unused or any(map(trees.is_masked, trees.nodes(params)))
-        hint = "Pass parts of a path, such as 'router/bias'. The default is for fp8 of flax.linen."
+        hint = "Pass parts of a path, such as 'router/bias'. The default rules are for Flax's fp8."
         checks.require(is_valid, _WHO, "rules", got=unused, allowed="paths of params", hint=hint)
         rules = resolve(self.rules, params)
         zeros = jax.tree.map(jnp.zeros_like, params)

@@ -192,7 +192,7 @@ def accumulate(
       Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
-    hint = "every is a number of micro-steps, or a function of optimizer_steps."
+    hint = "every is a number of micro-steps, or a function of the number of optimizer steps."
     every = every if callable(every) else checks.positive_int(_WHO, "every", every, hint)
     hint = "Use 'weight' for losses that are means over a varying number of tokens."
     terms = tuple(sorted({*normalize})) if isinstance(normalize, tuple | list) else ()
@@ -202,7 +202,7 @@ def accumulate(
     hint = "rounding='stochastic' is only for dtype='bfloat16'."
     roundings = Rounding if narrow == jnp.bfloat16 else ("nearest",)
     checks.choice(_WHO, "rounding", rounding, roundings, hint)
-    hint = "'sharded' stores 1/n of the sums on each device, and reduces gradients in each call."
+    hint = "'sharded' stores a shard of the sums per device, and reduces gradients in each call."
     checks.choice(_WHO, "sums", sums, Sums, hint)
     names = axes.canonical(_WHO, axis_name)
     local, averaged = (names, ()) if sums == "local" else ((), names)
@@ -238,7 +238,7 @@ class _Windows(NamedTuple):
         with averaged(self.averaged):
             inner_state = gate.init_inner(self.tx, params)
         carries = trees.find(inner_state, lambda node: isinstance(node, CarryState))
-        allowed = "an optimizer without carry, which must be outermost"
+        allowed = "an optimizer without carry, because carry must be outermost"
         hint = "Write boostax.carry(accumulate(...))."
         checks.require(not carries, _WHO, "inner", "carry in a window", allowed, hint)
         window = None
@@ -316,11 +316,11 @@ class _Windows(NamedTuple):
         """Return the sums of a window that contains only this gradient."""
         if self.normalize != "weight":
             allowed = f"left out with normalize={self.normalize!r}"
-            hint = "Use normalize='weight' for an average with the weights of boostax.Aux."
+            hint = "Use normalize='weight' for a mean weighted by boostax.Aux.weight."
             checks.absent(_WHO, "weight", weight, allowed, hint)
             return Window(grads, None)
         hint = "Call update(..., weight=aux.weight) with the aux of boostax.value_and_grad."
-        allowed = f"the counts of {self.terms or 'tokens'} with this normalize"
+        allowed = f"the counts of {self.terms or 'tokens'} with normalize={self.terms or 'weight'}"
         terms = tuple(sorted(weight)) if isinstance(weight, dict) else ()
         is_valid = weight is not None and terms == self.terms
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
@@ -393,7 +393,7 @@ class _Windows(NamedTuple):
 def _refused(params: PyTree) -> PyTree:
     """Refuse a line search, whose loss would be of the last micro-batch, not of the window."""
     got = "a window of several calls, whose earlier micro-batches are no longer in memory"
-    hint = "With make_train_step(microbatches=...), a search reads the loss of all micro-batches."
+    hint = "In make_train_step(microbatches=...), a line search reads the loss of the whole batch."
     raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
 
 

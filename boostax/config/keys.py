@@ -215,7 +215,7 @@ def _by_servers(factory: Factory, arguments: Data, parts: list[Tx], place: Data)
     """
     names = axes.canonical("adasum_delta", place["axis_name"])
     devices = arguments["within"]
-    checks.positive_int("adasum_delta", "within", devices, "Count the devices of a server.")
+    checks.positive_int("adasum_delta", "within", devices, "Pass how many devices a server has.")
     if len(names) == 1:
         parts = [boostax.all_reduce(names), *parts]
     else:

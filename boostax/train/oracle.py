@@ -287,7 +287,7 @@ class Oracle(Generic[Value, Params, Grads]):
                 active = hidden(is_active)
         params = trees.aside(params)
         if self.mesh is None:
-            axes.require_bound(self.names, _WHO, hint="in plain jit pass mesh=.")
+            axes.require_bound(self.names, _WHO, hint="In plain jit, pass mesh=.")
         else:
             refusals.require_trainable(_trained(params, active))
             if self.count == "stacked":
