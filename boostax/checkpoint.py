@@ -68,7 +68,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 3):
-        checks.positive_int(_WHO, "keep", keep, "keep is the number of steps on disk.")
+        checks.positive_int(_WHO, "keep", keep, "keep is the number of saved steps on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
             # orbax would remove leftovers in the background, which may be too late.
@@ -228,7 +228,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             raise FileNotFoundError(checks.message(_WHO, "step", allowed, step, hint))
         record = self._read(last, record=ocp.args.JsonRestore())["record"]
         if record.pop("checksum", None) != _text_checksum(record):
-            raise self._damaged(last, "the checksum of its record does not match")
+            raise self._damaged(last, "the checksum of the step's record does not match")
         return last, record
 
     def _read(self, step: int, **items: Any) -> Any:
@@ -338,9 +338,9 @@ def _unlike(record: Json, parts: list[str], leaves: dict[str, jax.Array]) -> str
     plain = [{name.replace("/local/", "/") for name in tree} for tree in (was, now)]
     if plain[0] == plain[1] and was.keys() != now.keys():
         hint = (
-            "Only one of the two states is on a mesh. Restore into a state like the saved state, "
+            "The saved state or the target is on a mesh, but not both. Restore into a state like "
         )
-        hint += "or with reshard=True on a mesh of one device; then call "
+        hint += "the saved state, or with reshard=True on a mesh of one device. Then call "
         hint += "boostax.migrate_state(state.opt_state, tx, params)."
     return f"{'; '.join(lines)}. The step was saved by {by}. {hint}" if names else ""
 
@@ -388,8 +388,8 @@ def _require_equal(who: str, state: PyTree) -> None:
             default = next(iter(sharding.device_set)).default_memory().kind
             if sharding.memory_kind in (None, default):
                 meshes.setdefault(sharding.mesh, {})[name] = x
-    hint = "The bits differ from the copies on other devices. Restore a checkpoint. If replicas "
-    hint += "differ on purpose, store the arrays in a PerReplica with states.state_specs."
+    hint = "These copies differ from copies on other devices. Restore a checkpoint. If replicas "
+    hint += "differ on purpose, store arrays in a boostax.PerReplica with states.state_specs."
     for mesh, arrays in meshes.items():
         specs = tuple(cast(NamedSharding, x.sharding).spec for x in arrays.values())
         compared = _jitted(mesh, specs)([*arrays.values()], jnp.asarray(True))

@@ -244,7 +244,7 @@ def test_a_sum_of_theirs_in_units_of_a_scale_does_not_move_into_the_scaler():
     params = {"w": jnp.ones(3)}
     old = optax.chain(heavy_ball(), boostax.static_loss_scale(optax.sgd(0.1), 4.0))
     new = boostax.static_loss_scale(optax.chain(heavy_ball(), optax.sgd(0.1)), 4.0)
-    said = r"HeavyBall of gradients times \[\[4\.0\]\] at 0, but times"
+    said = r"HeavyBall of gradients scaled by \[\[4\.0\]\] at 0, but by"
     with pytest.raises(ValueError, match=said):
         boostax.migrate_state(old.init(params), new, params)
 

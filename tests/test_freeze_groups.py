@@ -418,7 +418,7 @@ given_as = functools.partial(tree_of, "prefix_groups")
 PAIR = [1.0, 2.0]
 ODD, TWICE = ["z", "q", "m", "a", "m/k"], [["m", "z"], "*/bias"]
 REFUSED = [
-    (lambda: prefix(4), r"n must be at most .+ layers, 3, got 4\. Layers are 'a', 'm', 'z', each"),
+    (lambda: prefix(4), r"n must be at most .+ 3, got 4\. The layers, .+, are 'a', 'm', 'z'"),
     (lambda: prefix_groups(NAMES, 10), r"n must be .+, 8, got 10\. .+ 'layer_5' and 2 more"),
     (lambda: prefix_groups({}, 1), r"n must be at most .+, 0, got 1\. Params are empty"),
     (lambda: prefix(2, order="z"), r"order must be .+, got 'z'\. No entry matches 'a', 'm'"),
@@ -550,9 +550,9 @@ def test_params_that_are_listed_twice_or_not_at_all_are_refused():
     shared = jnp.ones(2)
     for lists, words in (
         ([first], r"no group with 'fc\*', 'fc\[0\]/kernel'"),
-        ([first, rest, first["bias"]], "an array in group 2 that is no param"),
-        ([first, rest, jnp.ones(3)], "an array in group 2 that is no param"),
-        (["conv1", rest], "an array in group 0 that is no param"),
+        ([first, rest, first["bias"]], "an array in group 2 that is not a param"),
+        ([first, rest, jnp.ones(3)], "an array in group 2 that is not a param"),
+        (["conv1", rest], "an array in group 0 that is not a param"),
     ):
         with pytest.raises(ValueError, match=f"^param_groups: groups must be .*, got {words}"):
             param_groups(params, lists)

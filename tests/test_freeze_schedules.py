@@ -230,7 +230,7 @@ MESSAGES = [
     ({"kind": abs, "freeze_p": 0.7}, f"freeze_p {CALLED} 0.7. A callable receives"),
     (
         {"kind": "continuous", "frozen_fraction": 0.8},
-        "frozen_fraction must be at most 0.75 for 'continuous' over 4 groups, got 0.8. A cycle",
+        "frozen_fraction must be at most 0.75 with kind 'continuous' and 4 groups, got 0.8. Each",
     ),
     (
         {"freeze_p": 0.7, "frozen_fraction": 0.3},
@@ -242,7 +242,7 @@ MESSAGES = [
     ),
     (
         {"kind": "continuous", "freeze_p": 1},
-        "freeze_p must be below 1 for 'continuous', MindSpore's freeze_type 0, got 1.0. A",
+        "freeze_p must be below 1 with kind 'continuous' (MindSpore's freeze_type 0), got 1.0. A",
     ),
 ]
 

@@ -248,7 +248,7 @@ GO_ON = r"MultiStepsState\. Train with the old chain until mini_step is 0"
 def test_an_open_window_is_refused(kind, where):
     tx = CHAINS[kind]()
     tx = boostax.reduce.adasum_delta(tx, axis_name=AXIS) if where == "per replica" else tx
-    message = "without an open window, got one of 1 micro-steps in "
+    message = "without an open window, got an open window of 1 micro-steps in "
     with pytest.raises(ValueError, match=message + (GO_ON if "MultiSteps" in kind else FLUSH)):
         boostax.migrate_state(opened(tx), tx, initial())
 
@@ -284,12 +284,12 @@ def by_groups(inner):
 
 
 GROUPS = (optax.chain(TRACE, by_groups(optimizer())), by_groups(optax.chain(TRACE, optimizer())))
-WHERE = "TraceState of gradients times {} at 0, but times {} at {}. Put the loss scaler in"
+WHERE = "TraceState of gradients scaled by {} at 0, but by {} at {}. Put the loss scaler in"
 INSIDE = WHERE.format("[[8.0]]", "[]", "inner_state/0")
 REFUSED = {
     "residual": (*before(TOP_K), 8.0, INSIDE.replace("Trace", "Compressed")),
     "momentum": (*before(TRACE), 8.0, INSIDE),
-    "momentum, out of it": (*before(TRACE)[::-1], 8.0, "of gradients times [] at inner_state/0"),
+    "momentum, out of it": (*before(TRACE)[::-1], 8.0, "gradients scaled by [] at inner_state/0"),
     "moments": (*before(optax.scale_by_adam()), 8.0, INSIDE.replace("Trace", "ScaleByAdam")),
     "groups": (*GROUPS, np.array([8.0, 4.0]), WHERE.format("[[4.0, 8.0]]", "[]", "inner_state/0")),
     "before a part": (*PARTS, 8.0, WHERE.format("[[8.0]]", "[]", "0")),

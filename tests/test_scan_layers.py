@@ -501,7 +501,7 @@ def test_a_loss_that_uses_its_layers_otherwise_is_refused(name, layers):
 ADAM_OF = functools.partial(optax.adam, 1e-3)
 DEPTHS = boostax.freeze_schedule("progressive", total_steps=10, frozen_fraction=0.3)
 LABELS = {"embed": 0, "layers": 1, "head": 2}
-WITHOUT_GATES = "an optimizer without gates with release=True"
+WITHOUT_GATES = "an optimizer without gates if release=True"
 STEPS = {
     "global clip": ({"tx": optax.chain(optax.clip_by_global_norm(1.0), ADAM_OF())}, "adagc"),
     "Prodigy": ({"tx": optax.contrib.prodigy()}, "reads the gradient of one param at a time"),
@@ -515,7 +515,7 @@ STEPS = {
         r"because the backward loop averages gradients, got \('all_reduce', 'clip'\)",
     ),
     "path": ({"layers": "blocks"}, "path must be the path of stacked params"),
-    "line search": ({"tx": LINE_SEARCH}, "an optimizer that reads no loss with release"),
+    "line search": ({"tx": LINE_SEARCH}, "an optimizer that reads no loss if release"),
 }
 
 

@@ -29,9 +29,9 @@ from boostax.auditing.targets import target_devices
 
 # The counts that can be limited, and their units.
 _LIMITS = {
-    "reductions": "per optimizer step, in multiples of the params",
-    "gathers": "per optimizer step, in multiples of the params",
-    "temporaries": "in multiples of a device's params",
+    "reductions": "elements per optimizer step, as a multiple of the number of params",
+    "gathers": "elements per optimizer step, as a multiple of the number of params",
+    "temporaries": "bytes, as a multiple of the bytes of the params on a device",
     "findings": "0 allows no waste",
 }
 
@@ -58,7 +58,7 @@ def print_audit(argv: Sequence[str]) -> int:
 def _exceeded(options: argparse.Namespace, result: Audit) -> Iterator[str]:
     """Yield a text for each limit that the audit exceeds."""
     if result.window and options.max_reductions is not None:
-        text = f"a call is not an optimizer step, because a window is open ({result.window})."
+        text = f"calls is 1, but an accumulation window spans several calls ({result.window})."
         yield f"{text} Pass --calls, the number of calls per optimizer step."
     limits = {x: limit for x in _LIMITS if (limit := getattr(options, f"max_{x}")) is not None}
     count = len(target_devices(options.target)) if options.target else options.cpu_devices
@@ -152,9 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     add("program", metavar="module:function", help="a function that builds the program")
     add("--target", help="v5e:2x4, v5e:4x4*2 (two slices), h100:1x1x8; default: present devices")
     add("--params", type=int, help="number of the argument that holds the params, by default 0")
-    add("--calls", type=int, default=1, help="calls per optimizer step: the window's length")
+    add("--calls", type=int, default=1, help="calls per optimizer step, the length of a window")
     add("--turns", type=int, help="trip count of loops whose trip count the program does not show")
-    add("--network", help="rate of each device's link, such as 100Mbit, for seconds and advice")
+    add("--network", help="rate of each device's link, such as 100Mbit; adds seconds and advice")
     for name, meaning in _LIMITS.items():
         add(f"--max-{name}", type=int if name == "findings" else float, help=meaning)
     add("--cpu-devices", type=int, default=0, help="the number of CPU devices to emulate")

@@ -34,7 +34,7 @@ def text(audit: Audit) -> str:
     accumulates = any("boostax.accumulate" in c.name for c in audit.collectives)
     if audit.calls > 1 and accumulates and 2 * audit.gradients.held > audit.params:
         times = number(audit.reductions, 2)
-        blocks.append(f"The window's sum is sharded (sums='sharded'), so a step reduces {times} N")
+        blocks.append(f"The window's sum is sharded, so a step reduces {times} times the params")
     return "\n\n".join(blocks)
 
 

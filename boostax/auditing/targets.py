@@ -29,7 +29,7 @@ from boostax.auditing.adapter import WHO, PyTree, TrainStep, checks
 
 _STAGES = jax.stages.Lowered, jax.stages.Compiled
 _FORM = re.compile(r"(?P<name>\w+):(?P<shape>\d+(?:x\d+)+)(?:\*(?P<slices>\d+))?")
-_FORMS = "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them) or 'h100:1x1x8' (slices, hosts, GPUs)"
+_FORMS = "'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two slices) or 'h100:1x1x8' (slices, hosts, GPUs)"
 _KNOWN = checks.table("boostax.auditing", "machines")
 
 
@@ -56,7 +56,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
       >>> boostax.auditing.target_devices("v5e")  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
       Traceback (most recent call last):
         ...
-      ValueError: target_devices: target must be 'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two of them)
+      ValueError: target_devices: target must be 'v5e:2x4' (a TPU slice), 'v5e:4x4*2' (two slices)
       or 'h100:1x1x8' (slices, hosts, GPUs), got 'v5e'. ...
     """
     match = _FORM.fullmatch(target)
@@ -171,7 +171,7 @@ def compile_program(
         # The wrapper itself decides which arguments are arrays.
         return _finished(program.lower(*args) if traced is None else traced.lower(), devices)
     is_valid = isinstance(traced, jax.stages.Traced)
-    hint = "Pass the wrapped jax.jit function, or build the program on the target's devices."
+    hint = "Pass the jax.jit function itself, or build the program on the target's devices."
     got = getattr(program, "__name__", type(program).__name__)
     allowed = "a jax.jit function if the target's devices are not the arguments' devices"
     checks.require_type(is_valid, WHO, "program", got=got, allowed=allowed, hint=hint)

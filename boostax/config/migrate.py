@@ -306,7 +306,7 @@ def _require_readable(tree: PyTree) -> None:
         field = holds(cls).opened
         steps = np.max(getattr(node, field, 0), initial=0)
         hint = _DATA["flush"] if isinstance(node, AccumulateState) else _DATA["go on"]
-        got = f"one of {steps} micro-steps in {cls.__name__}"
+        got = f"an open window of {steps} micro-steps in {cls.__name__}"
         require(not steps, "open", got, hint=hint.format(field))
 
 
@@ -453,7 +453,7 @@ def _require_same_scales(olds: list[Leaf], news: list[Leaf], matches: Leaves) ->
         other = y.holds.params or y.holds.opened
         at = matches[y.path].at
         scales = outside(at, before), outside(y.at, after)
-        words = f"{y.name} of gradients times {scales[0]} at {_spot(at)}, but times {scales[1]}"
+        words = f"{y.name} of gradients scaled by {scales[0]} at {_spot(at)}, but by {scales[1]}"
         require(other or not owned or scales[0] == scales[1], "unit", f"{words} at {_spot(y.at)}")
 
 

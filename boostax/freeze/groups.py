@@ -79,7 +79,7 @@ def prefix_groups(
             last = joined[path] = [*members, *([] if joined else last)]
     layers = joined or layers
     words = few([trees.path_name(path) for path in layers])
-    hint = f"Layers are {words}, each with the norms after it." if layers else "Params are empty."
+    hint = f"The layers, with the norms after them, are {words}." if layers else "Params are empty."
     allowed = f"at most the number of layers, {len(layers)}"
     checks.require(n <= len(layers), who, "n", n, allowed, hint)
     labels = {x: i * n // len(layers) for i, members in enumerate(layers.values()) for x in members}
@@ -177,7 +177,7 @@ def param_groups(params: PyTree, groups: Sequence[PyTree]) -> list[list[str]]:
     for i, group in enumerate(groups):
         for leaf in jax.tree.leaves(group):
             known = names.pop(id(leaf), [])
-            got = f"{known} as one array" if known else f"an array in group {i} that is no param"
+            got = f"{known} as one array" if known else f"an array in group {i} that is not a param"
             hint = "Pass the array of each param once, or pass patterns of param names."
             checks.require(len(known) == 1, who, "groups", got, allowed, hint)
             # A path may contain characters that are wildcards in a pattern.

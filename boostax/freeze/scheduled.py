@@ -98,7 +98,7 @@ class Freezing:
         places = {(path, x.shape, x.dtype): i for i, (path, x) in enumerate(leaves)}
         some = jax.tree_util.tree_leaves_with_path(state)
         lost = [path_name(path) for path, x in some if (path, x.shape, x.dtype) not in places]
-        hint = "These leaves change with the active params. Use an optimizer without optax.flatten."
+        hint = "These leaves depend on which params freeze. Use an optimizer without optax.flatten."
         allowed = "an optimizer that keeps its state leaf by leaf"
         checks.require(not lost, _WHO, "inner", got=lost[:6], allowed=allowed, hint=hint)
         return Pruning(full, part, tuple(places[path, x.shape, x.dtype] for path, x in some))
@@ -130,7 +130,7 @@ class Freezing:
         index = plan.index(state.next_depth)
         depths = plan.drawn
         if depth is not None:
-            allowed = f"a depth that the schedule draws, one of {list(depths)}, as a Python integer"
+            allowed = f"a depth of the schedule, one of {list(depths)}, as a Python integer"
             hint = "Make the depth a static argument of your jitted step."
             depths = (checks.integer(_WHO, "depth", depth, allowed, hint),)
             checks.require(depths[0] in plan.drawn, _WHO, "depth", depth, allowed, hint)
@@ -179,7 +179,7 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
         if isinstance(self.update, FreezingUpdate):
             return self.update.variants
         allowed = "the function that scheduled_freeze returned"
-        hint = "Wrap the transformation that you pass to scheduled_freeze instead."
+        hint = "Put wrappers inside: around the transformation that you pass to scheduled_freeze."
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:
@@ -339,7 +339,7 @@ def scheduled_freeze(
         depth: int | None = None,
         **extra: Any,
     ) -> Stepped:
-        trees.require_params(params, _WHO, "The params show which leaves exist.")
+        trees.require_params(params, _WHO, "The groups are computed from the params.")
         outside = state
 
         def step(depth: int, value: PyTree, state: ScheduledFreezeState) -> Stepped:

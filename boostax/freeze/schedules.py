@@ -73,7 +73,7 @@ class FreezeSchedule:
           >>> schedule.depths(4).tolist()
           [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
         """
-        hint = "Pass the number of parts that freeze one after the other."
+        hint = "Pass the number of groups that freeze one after the other."
         groups = checks.positive_int("FreezeSchedule.depths", "groups", groups, hint)
         if groups not in self._tables:
             self._tables[groups] = _table(self, groups)
@@ -108,7 +108,7 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
 
 def _continuous(groups: int, freeze_p: float, fraction: float | None, length: int) -> Depths:
     """Repeat cycles of some steps at depth 0 and one step at each other depth, ascending."""
-    allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
+    allowed = "below 1 with kind 'continuous' (MindSpore's freeze_type 0)"
     hint = "A cycle would never end. Use 'interval', which freezes nothing with freeze_p=1."
     checks.require(freeze_p < 1, _WHO, "freeze_p", freeze_p, allowed, hint)
     # The steps of a cycle that train all groups, rounded as in MindSpore.
@@ -118,8 +118,8 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
         length = -(-length // cycle) * cycle
     else:
         most = (groups - 1) / groups
-        allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
-        hint = "A cycle has a step that trains all groups. Use 'interval' to freeze more often."
+        allowed = f"at most {most:.4g} with kind 'continuous' and {groups} groups"
+        hint = "Each cycle has a step that trains all groups. Use 'interval' to freeze more often."
         checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
         # In floating point 1 - 0.9 < 0.1, so for ten groups ``unfrozen`` is rounded down to 0.
         unfrozen = min(max(1, unfrozen), length)
@@ -355,7 +355,7 @@ def as_schedule(schedule: Any, repeat: bool) -> tuple[FreezeSchedule, bool]:
     if callable(schedule):
         # MindSpore's default length of a schedule is 65536.
         return freeze_schedule(cast(Callable[[int], int], schedule), total_steps=65536), repeat
-    hint = "Pass boostax.freeze_schedule(...). Depth 2 freezes the first two groups permanently."
+    hint = "Pass boostax.freeze_schedule(...). schedule=2 always freezes the first two groups."
     allowed = "a FreezeSchedule, a function of the step, a depth, or a sequence of depths"
     try:
         listed = list(schedule) if isinstance(schedule, Iterable) else schedule

@@ -54,7 +54,7 @@ class LayeredOracle(Oracle):
 
     def inputs(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree, Gradients]:
         """Return params and the states of released layers, with specs; see ``Oracle.inputs``."""
-        hint = "Layers are gathered from other replicas."
+        hint = "Each replica gathers shards of the layers from other replicas."
         got = "different per replica" if is_per_replica(params) else None
         checks.absent(_WHO, "params", got, "equal on all replicas with layers=", hint)
         # The state of an optimizer repeats the tree of the params, which may have nodes such as NNX
@@ -106,7 +106,7 @@ class LayeredOracle(Oracle):
         checks.absent("scan_layers", "layers", missing or None, allowed, hint)
         shown = [self.plan.layers.stack_of(name) is not None for name in trees.names(trained)]
         got = "used outside" if any(interpret.flow(program, shown, None, any, False)) else None
-        hint = "A use outside gets no gradient. Move the code into the body, or leave layers= out."
+        hint = "Other uses get no gradient. Move the code into the body, or leave layers= out."
         checks.absent("scan_layers", "params of layers", got, "used only in scan_layers", hint)
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:

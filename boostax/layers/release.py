@@ -73,10 +73,10 @@ def released(
     arguments = sorted(asked(tx).keys() & {"value", "value_fn", "obj_fn", "grad"})
     got = f"one that asks for {arguments}" if arguments else None
     hint = "Layers are updated before the loss is returned. Leave release= out."
-    checks.absent(_WHO, "tx", got, "an optimizer that reads no loss with release=True", hint)
+    checks.absent(_WHO, "tx", got, "an optimizer that reads no loss if release=True", hint)
     got = " around ".join(row.part.name for row in rows(read(tx)) if row.role in _REFUSED)
     hint = "Only one layer's gradient exists at a time. Leave release= out."
-    checks.absent(_WHO, "tx", got or None, "an optimizer without gates with release=True", hint)
+    checks.absent(_WHO, "tx", got or None, "an optimizer without gates if release=True", hint)
 
     def init_fn(params: PyTree) -> LayersState:
         layers.require_stacked(params)

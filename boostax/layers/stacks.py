@@ -37,7 +37,7 @@ class Stacked:
     release: bool = False
 
     def __post_init__(self) -> None:
-        hint = "'by layer' stores one gathered layer at a time, 'once' gathers all layers once."
+        hint = "'by layer' stores one gathered layer at a time; 'once' stores all gathered layers."
         checks.choice("Layers", "weights", self.weights, Weights, hint)
 
     @property
@@ -85,7 +85,7 @@ class Stacked:
         for name, leaves in self.split(params)[1].items():
             counts = {x.shape[:1] for x in leaves}
             got = None if len(counts) == 1 and () not in counts else name
-            allowed = "the path of stacked params, all [layers, ...] with the same number of layers"
+            allowed = "the path of stacked params [layers, ...] with the same number of layers"
             hint = f"The names of the params are {', '.join(trees.names(params)[:6])}, ..."
             checks.absent("Layers", "path", got, allowed, hint)
 
