@@ -105,7 +105,7 @@ class Optimizer(nnx.Optimizer[_M]):
         hint = f"The model has {', '.join(trees.names(nnx.as_pure(nnx.state(model)))[:8])}."
         checks.require(bool(jax.tree.leaves(params)), _WHO, "wrt", wrt, allowed, hint)
         is_valid = getattr(getattr(tx.update, "step", None), "__module__", "") != on_mesh.__module__
-        allowed = "a chain without on_mesh, because the optimizer calls on_mesh"
+        allowed = "a chain without on_mesh, because boostax.nnx.Optimizer calls on_mesh"
         hint = "Pass the chain, and axis_name='data'."
         checks.require(is_valid, _WHO, "tx", "the result of on_mesh", allowed, hint)
         if axis_name is not None:
@@ -131,7 +131,7 @@ class Optimizer(nnx.Optimizer[_M]):
             for box in boxes:
                 if box.has_metadata("out_sharding"):
                     box.set_metadata(out_sharding=tuple(box.get_value().sharding.spec))
-        allowed = "a chain with the same params on all replicas"
+        allowed = "a chain that keeps params equal on all replicas"
         got = "local_updates or partial_average"
         hint = "A module has one copy of each param. Train the model with boostax.make_train_step."
         checks.require(not replicas.owns_params(self.opt_state), _WHO, "tx", got, allowed, hint)

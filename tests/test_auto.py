@@ -167,7 +167,7 @@ MISTAKES = (
     ({"loss_scale": "dynamc"}, "auto: loss_scale.kind must be 'dynamic' .* Did you mean 'dynamic'"),
     ({"reduce": {"kind": "int8", "density": 0.1}}, "auto: arguments of int8_reduce .* 'density'"),
     ({"reduce": "sum"}, 'auto: reduce.kind .* got .sum.. {"all_reduce": {"op": "sum"}} sums'),
-    ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* AdaSum use .* kind of auto's"),
+    ({"reduce": {"op": "adasum-delta"}}, "all_reduce: op .* AdaSum, use .* reduce.kind of"),
     ({"loss_scale_manager": Theirs()}, "auto: loss_scale.kind .* boostax.config.mindspore.Dynamic"),
     ({"static_loss_scale": True}, "static_loss_scale: scale must be given, got None. The argument"),
     ({"reduce": "partial"}, "partial_average: partitions must be a positive integer or a tree"),

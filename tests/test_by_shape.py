@@ -309,7 +309,7 @@ def test_an_optimizer_that_chooses_matrices_by_path_is_refused():
     numbers = optax.contrib.MuonDimensionNumbers()
     chosen = lambda path, _: numbers if "w" in str(path) else None  # noqa: E731
     by_path = functools.partial(jax.tree_util.tree_map_with_path, chosen)
-    said = "treats '2x4/w0' according to .*Choose params outside: optax.partition"
+    said = "treats '2x4/w0' according to .*Choose params around by_shape: optax.partition"
     for inner in (muon(muon_weight_dimension_numbers=by_path), partitioned()):
         with pytest.raises(ValueError, match=said):
             boostax.by_shape(inner, axis_name="data").init(matrices(2, (2, 4)))

@@ -59,7 +59,7 @@ def test_a_codec_that_loses_what_it_does_not_send_breaks_the_law():
 
     sent = lambda axis: boostax.reduce.compress(Forgetful(), name="forgetful", axis_name=axis)  # noqa: E731
     make = lambda inner, axis: optax.chain(sent(axis), inner)  # noqa: E731
-    with pytest.raises(AssertionError, match=r"of the gradients are lost at call 0"):
+    with pytest.raises(AssertionError, match=r"of the gradients is lost at call 0"):
         LAWS["what_is_not_sent_waits"](Case("forgetful", make, **REDUCES))
 
 

@@ -104,7 +104,7 @@ def test_a_technique_trains_as_in_nobodys_loop(name):
     assert in_nobodys_loop(Put(TECHNIQUES[name])) <= 2e-6
 
 
-OWN = "tx must be a chain with the same params on all replicas"
+OWN = "tx must be a chain that keeps params equal on all replicas"
 
 
 REFUSED = [

@@ -140,8 +140,8 @@ def test_a_basis_of_other_params_or_a_broken_file_is_refused(tmp_path):
 
     said = (
         f"Basis.load: params must be those of {path}, got 'components/w', which is float32 "
-        "of (2, 2, 3) there, but should be float32 of (2, 3, 2). Names are paths in the params, "
-        "such as 'layer/kernel'."
+        "of (2, 2, 3) in the file, but should be float32 of (2, 3, 2). Names are paths in the "
+        "params, such as 'layer/kernel'."
     )
     refused(f"^{re.escape(said)}$", {**params, "w": jnp.zeros((3, 2))})
     refused("got 'components/v', which is not there", {"v": params["w"]})
@@ -206,7 +206,7 @@ REFUSED = {
         lambda _: make({"a": BASIS, "b": BASIS[:2]}).init(PAIR)
     ),
     "dim_reduce: update must be given params, value, value_fn, got no value. make_train_step "
-    "passes value and value_fn, the loss of the batch at other params.": lambda _: step(),
+    "passes value and value_fn, which computes the loss for any params.": lambda _: step(),
     "dim_reduce: update must be given params, value, value_fn, got no value_fn.": (
         lambda _: step(value=1.0)
     ),
@@ -219,8 +219,8 @@ REFUSED = {
     "pca_basis: n_components must be below the number of snapshots, 5, got 5. m snapshots differ "
     "from their mean in m - 1 directions at most.": lambda x: pca_basis(x, 5),
     "pca_basis: n_components must be a positive integer, got 0. ": lambda x: pca_basis(x, 0),
-    "pca_basis: snapshots must be a tree of arrays with one leading dimension, got [(3,), (5,)]. "
-    "Stack the snapshots of each leaf, or pass": lambda x: pca_basis({"a": x, "b": x[:3]}, 2),
+    "pca_basis: snapshots must be a tree of arrays with the same leading dimension, got [(3,), (5,)"
+    "]. Stack the snapshots of each leaf, or pass": lambda x: pca_basis({"a": x, "b": x[:3]}, 2),
     "pca_basis: snapshots must be finite, got a NaN or infinity. Find the step at which": (
         lambda x: pca_basis(x.at[1, 1].set(jnp.inf), 2)
     ),

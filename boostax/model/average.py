@@ -164,9 +164,9 @@ def average_params(
     decay = 0.999 if decay is None else decay
     slots = 5 if size is None else size
     checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")
-    checks.positive_int(_WHO, "size", slots, "size counts snapshots in memory; 5 are usual.")
-    checks.positive_int(_WHO, "every", every, "every counts applied steps between samples.")
-    checks.natural(_WHO, "start", start, "start counts applied steps before the first sample.")
+    checks.positive_int(_WHO, "size", slots, "size is the number of snapshots; 5 is usual.")
+    checks.positive_int(_WHO, "every", every, "every is a number of applied steps between samples.")
+    checks.natural(_WHO, "start", start, "start is a number of applied steps before sampling.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
     valid = kind == "lawa" or jnp.finfo(narrow).bits >= 32
     allowed, hint = f"'float32' with kind {kind!r}", "Rounding would remove small changes."

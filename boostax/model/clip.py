@@ -128,7 +128,7 @@ def adagc(
     who = "adagc"
     checks.number(who, "factor", factor, "at least 1", lambda x: x >= 1, "1.05 is the default.")
     checks.number(who, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.98 is the default.")
-    checks.positive_int(who, "warmup", warmup, "warmup counts steps; 100 is the default.")
+    checks.positive_int(who, "warmup", warmup, "warmup is a number of steps; 100 is the default.")
     checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
 
     def init_fn(params: PyTree) -> AdaGCState:

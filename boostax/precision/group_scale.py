@@ -78,7 +78,7 @@ class GroupLossScaleState(NamedTuple):
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
     # The loss has the scale of the last group.
-    scale = property(lambda x: x.scales[..., -1], doc="The last group's scale, f32, for the loss.")
+    scale = property(lambda x: x.scales[..., -1], doc="The scale of the last group, f32.")
     scale_array = scale_array
     inner_ran = gradient_used = gate.flag
 

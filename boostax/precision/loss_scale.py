@@ -160,7 +160,7 @@ def dynamic_loss_scale(
     checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
     hint = "Use 0.5."
     checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
-    hint = "The interval is a number of clean steps; 2000 is the default."
+    hint = "growth_interval is a number of steps without overflow; 2000 is the default."
     growth_interval = checks.positive_int(who, "growth_interval", growth_interval, hint)
     hint = "With 1, every overflow lowers the scale."
     hysteresis = checks.positive_int(who, "hysteresis", hysteresis, hint)
@@ -393,7 +393,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     within = any(x is y for outer in handshake.INSIDE.get() for x in outer for y in scales)
     twice = within or (bool(scales) and handshake.marks(loss)[0].product)
     got = "a loss that is already multiplied"
-    hint = "Return the plain loss to boostax.value_and_grad, which multiplies the loss itself."
+    hint = "Return the unscaled loss: boostax.value_and_grad multiplies the loss by the scale."
     checks.require(not twice, "scale_loss", "loss", got, "multiplied by the scale once", hint)
     handshake.keep(product, handshake.Mark(product=True))
     handshake.scaled(opt_state)

@@ -208,7 +208,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
     raise RuntimeError(
         "check_replicas: replicas must be equal, got different replicas at call "
         f"{int(check.calls)}:\n{rows}\nRestore the last checkpoint that was saved before the "
-        "difference. Of two replicas, the message names the second, but the first may be wrong."
+        "difference. If there are two replicas, the second is named, but the first may be wrong."
     )
 
 

@@ -93,7 +93,7 @@ def check_updates(
     def init_fn(params: PyTree) -> CheckUpdatesState:
         inner_state = gate.init_inner(tx, params)
         if not names and trees.find(inner_state, replicas.is_per_replica):
-            allowed = "the replica axis around an optimizer with state per replica"
+            allowed = "the replica axis around an optimizer whose state differs per replica"
             hint = 'Replicas must skip together: tx = check_updates(inner, axis_name="data").'
             raise ValueError(checks.message(who, "axis_name", allowed, axis_name, hint))
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)

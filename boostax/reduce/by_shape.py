@@ -170,7 +170,7 @@ def _require_independent(
     by_slot = _parts_of_params(state, view)
     slot_of = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
     allowed = "an optimizer that does not choose params by their paths"
-    hint = "Choose params outside: optax.partition({'muon': by_shape(muon), ...}, labels)."
+    hint = "Choose params around by_shape: optax.partition({'muon': by_shape(muon), ...}, labels)."
     for i, (name, parts) in enumerate(by_path.items()):
         got = f"an optimizer that treats {name!r} according to this path"
         is_valid = parts == by_slot.get(slot_of.get(i, f"rest/{name}"))
@@ -185,7 +185,7 @@ def _require_independent(
         rest = jax.tree.leaves(x.rest if _is_distributed(x) else x)
         mixed |= any(sources - {i} for i, sources in facts) or any(matrices & x for x in rest)
     got = "an optimizer that reads several gradients"
-    allowed = "an optimizer that computes the update of a matrix from its own gradient"
+    allowed = "an optimizer that computes the update of a matrix from the gradient of this matrix"
     hint = "Clip each tensor: use boostax.model.adagc() instead of optax.clip_by_global_norm."
     checks.require(not mixed, _WHO, "inner", got=got, allowed=allowed, hint=hint)
 

@@ -126,16 +126,16 @@ def compress(
     names = axes.canonical(who, axis_name)
     fading = "1 keeps the residual; SparseLoCo uses 0.95."
     if momentum is not None:
-        hint = "Pass the momentum here instead of to the optimizer; 0.9 is usual."
+        hint = "Pass the momentum here, not to the optimizer; 0.9 is usual."
         checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
     if not error_feedback:
-        hint = "momentum corrects delays by the residual. Pass momentum to the optimizer instead."
+        hint = "Only a residual needs this momentum. Pass momentum to the optimizer instead."
         checks.absent(who, "momentum", momentum, "None without feedback", hint)
         checks.number(who, "decay", decay, "1 without feedback", lambda x: x == 1, fading)
     else:
         checks.number(who, "decay", decay, "in (0, 1]", lambda x: 0 < x <= 1, fading)
     for x in [] if callable(dense) else jax.tree.leaves(dense):
-        hint = "Pass lambda path, leaf: leaf.ndim < 2 for norms and biases."
+        hint = "For norms and biases, pass lambda path, leaf: leaf.ndim < 2."
         allowed = "a function of path and leaf, or a tree of bools"
         checks.require_type(isinstance(x, bool), who, "dense", got=x, allowed=allowed, hint=hint)
     feedback = _Feedback(who, codec, names, error_feedback, dense, momentum, decay)

@@ -289,13 +289,13 @@ def local_updates(
       https://arxiv.org/abs/2508.15706, 2025.
     """
     who = "local_updates"
-    steps = "every counts steps: local_updates(inner, every=16, axis_name='data')."
+    steps = "every is a number of steps: local_updates(inner, every=16, axis_name='data')."
     every = checks.positive_int(who, "every", every, steps)
     members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
     if outer is None:
         hint = "reduction= needs an outer optimizer: outer=optax.sgd(1.0)."
         checks.absent(who, "reduction", reduction, "left out with outer=None", hint)
-    warmup = checks.natural(who, "warmup", warmup, "warmup counts steps; 0 means no warm-up.")
+    warmup = checks.natural(who, "warmup", warmup, "warmup is in steps; 0 means no warm-up.")
     tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)
     outer_tx = None if outer is None else checks.transformation(who, "outer", outer)
@@ -384,7 +384,7 @@ def partial_average(
       order of the backward pass (``bucket_bytes``) and loses their state in a checkpoint.
     """
     who = "partial_average"
-    hint = "4 averages a quarter of the params per step; bucket_bytes= divides them by size."
+    hint = "4 averages a quarter of the params per step. bucket_bytes= makes partitions by size."
     members = partitioning(who, "partitions", partitions, hint, bucket_bytes)
     tx = checks.transformation(who, "inner", inner)
     names = axes.canonical(who, axis_name)

@@ -153,7 +153,7 @@ def all_reduce(
     """
     who = "all_reduce"
     names = axes.canonical(who, axis_name)
-    hint = "A mean needs no other learning rate. For AdaSum use adasum, or a kind of auto's reduce."
+    hint = "A mean needs no other learning rate. For AdaSum, use adasum, or reduce.kind of auto."
     checks.choice(who, "op", op, Op, hint)
     checks.choice(who, "divide", divide, When, "The default divides after the sum.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)

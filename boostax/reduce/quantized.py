@@ -207,7 +207,7 @@ def int8_reduce(
     if block is not None:
         checks.positive_int(who, "block", block, "None means 4096 on a TPU, else 256.")
     checks.choice(
-        who, "rounding", rounding, Rounding, "Error feedback corrects the errors of both roundings."
+        who, "rounding", rounding, Rounding, "Error feedback corrects errors of either rounding."
     )
     codec = Int8(block, rounding == "stochastic", seed)
     feedback: Any = {"error_feedback": error_feedback, "decay": decay}

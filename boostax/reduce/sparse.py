@@ -429,7 +429,7 @@ def top_k_reduce(
     both = wire_dtype if bits else None
     checks.absent(who, "wire_dtype", both, "left out with bits", "bits already sets the format.")
     if count is not None:
-        checks.positive_int(who, "count", count, "count is in elements, density is a share.")
+        checks.positive_int(who, "count", count, "count is in elements; density is a share.")
     codec = _by_density(who, density, largest) if count is None else largest
     feedback: Any = {"error_feedback": error_feedback, "momentum": momentum, "decay": decay}
     return compress(codec, axis_name=axis_name, **feedback, dense=dense, name=who)

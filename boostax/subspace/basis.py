@@ -128,7 +128,7 @@ def saved_basis(path: str | pathlib.Path, params: PyTree, n_components: int) -> 
     # Components that were rounded to bfloat16 have an error of half a percent.
     if not jnp.abs(gram - jnp.eye(k)).max() < 2e-2:
         allowed = "a file of orthonormal rows"
-        hint = "Distances along these rows would be wrong."
+        hint = "Distances along rows that are not orthonormal would be wrong."
         raise ValueError(checks.message(who, "path", allowed, "rows that are not", hint))
     first = jax.tree.map(lambda x: x[:n_components], rows)
     return first if basis is None else Basis(first, basis.mean, basis.explained[:n_components])
@@ -280,7 +280,7 @@ def _snapshot_count(who: str, snapshots: PyTree, n_components: int) -> int:
     checks.positive_int(who, "n_components", n_components, _FEW)
     counts = sorted({np.shape(x)[:1] for x in jax.tree.leaves(snapshots)})
     if len(counts) != 1 or not counts[0]:
-        allowed = "a tree of arrays with one leading dimension"
+        allowed = "a tree of arrays with the same leading dimension"
         hint = "Stack the snapshots of each leaf, or pass a list of trees."
         raise ValueError(checks.message(who, "snapshots", allowed, counts, hint))
     m = counts[0][0]

@@ -221,7 +221,7 @@ class DimReduceState(NamedTuple):
         """Return the state with another basis and without the learnt curvature."""
         rows, explained, _ = _parts(basis)
         got, like = (jax.tree.map(jnp.shape, tree) for tree in (rows, self.basis))
-        hint = "A compiled step accepts only equal shapes and dtypes."
+        hint = "A compiled step accepts only a basis of the same shapes and dtypes."
         checks.require(got == like, "replace_basis", "basis", got, f"of the shapes {like}", hint)
         rows = jax.tree.map(lambda p, q: jnp.array(p, q.dtype, copy=True), rows, self.basis)
         explained = None if self.explained is None else explained
@@ -434,7 +434,7 @@ def dim_reduce(
         raw = updates if grad is None else grad
         required = {"params": params, "value": value, "value_fn": value_fn}
         missing = next((f"no {name}" for name, x in required.items() if x is None), "")
-        hint = "make_train_step passes value and value_fn, the loss of the batch at other params."
+        hint = "make_train_step passes value and value_fn, which computes the loss for any params."
         checks.require(not missing, _WHO, "update", missing, f"given {', '.join(required)}", hint)
         axes.require_local(raw, names, _WHO)
         inside, squares, now = _measured(state, raw, value, names, shards)

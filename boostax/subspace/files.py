@@ -90,7 +90,7 @@ def _require_like(who: str, path: Path, name: str, spec: PyTree, arrays: PyTree)
         same = all(jnp.issubdtype(x.dtype, k) == jnp.issubdtype(dtype, k) for k in kinds)
         if same and tuple(x.shape) == shape:
             return
-        defect = f"which is {x.dtype} of {x.shape} there, but should be {dtype} of {shape}"
+        defect = f"which is {x.dtype} of {x.shape} in the file, but should be {dtype} of {shape}"
     hint = "Names are paths in the params, such as 'layer/kernel'."
     raise ValueError(checks.message(who, "params", f"those of {path}", f"{name!r}, {defect}", hint))
 
@@ -124,7 +124,7 @@ def snapshots(directory: Path, params: PyTree) -> list[PyTree]:
     is_valid = bool(archives) != bool(steps)
     got = f"{'both' if steps else 'none'} in {folder}"
     allowed = "a folder of .npz files, or a folder with a subdirectory for each step"
-    hint = "pca_basis accepts a list of trees, each from safetensors.numpy.load_file."
+    hint = "pca_basis also accepts a list of trees, such as results of safetensors.numpy.load_file."
     error = ValueError if steps else FileNotFoundError
     checks.require(is_valid, _WHO, "directory", got=got, allowed=allowed, hint=hint, error=error)
     if steps:

@@ -88,10 +88,10 @@ def record_trajectory(
       Li et al., Low Dimensional Trajectory Hypothesis is True, https://arxiv.org/abs/2103.11154,
       2021.
     """
-    hint = "size counts snapshots in memory; 40 are usual."
+    hint = "size is the number of snapshots in memory; 40 is usual."
     checks.natural(_WHO, "size", size, hint, "an integer of at least 2", least=2)
-    checks.positive_int(_WHO, "every", every, "every counts calls between two snapshots.")
-    checks.natural(_WHO, "start", start, "start counts calls before the first snapshot.")
+    checks.positive_int(_WHO, "every", every, "every is the number of calls between snapshots.")
+    checks.natural(_WHO, "start", start, "start is the number of calls before the first snapshot.")
     narrow = checks.floating_dtype(_WHO, "dtype", dtype)
 
     def init_fn(params: PyTree) -> TrajectoryState:

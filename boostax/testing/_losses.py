@@ -57,7 +57,7 @@ def check_loss(
         np.testing.assert_allclose(result[1], expected[1], rtol=rtol, err_msg=f"{name}: loss")
         for x, y in zip(jax.tree.leaves(result[0]), jax.tree.leaves(expected[0]), strict=True):
             worst, scale = (np.abs(z).max(initial=0) for z in (x - y, y))
-            assert worst <= rtol * scale, f"{name}: params up to {scale} differ by {worst}"
+            assert worst <= rtol * scale, f"{name}: params of magnitude {scale} differ by {worst}"
 
 
 def _mesh(**sizes: int) -> Mesh:

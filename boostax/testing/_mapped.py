@@ -175,7 +175,7 @@ def what_is_not_sent_waits(case: Case) -> None:
             # Each rounding in f32 is relative to the sum over the replicas.
             scale = replicas * abs(total).max()
             error = abs(np.float64(sent[name]) + waiting - total.mean(0)).max() / scale
-            assert error <= 2e-6, f"{name}: {error} of the gradients are lost at call {seed}"
+            assert error <= 2e-6, f"{name}: a share {error} of the gradients is lost at call {seed}"
 
 
 def an_unbound_axis_is_named(case: Case) -> None:

@@ -278,7 +278,7 @@ class TrainStep:
             return None
         depth = schedule.next_variant()
         is_known = not isinstance(depth, jax.ShapeDtypeStruct)
-        hint = "Pass depth=, or a state with values, which has the depth of the next call."
+        hint = "Pass depth=, or a state with values, which contains the depth of the next call."
         checks.require(is_known, "TrainStep", "depth", None, "given if a state has no values", hint)
         return int(depth)
 

@@ -129,7 +129,7 @@ def require_uncrossed(fn: Callable[..., PyTree], trained: PyTree, names: tuple[s
 
     jax.eval_shape(trace, trained)
     crossed = frozenset().union(*map(axes_of_gradients, programs)) & frozenset(names)
-    allowed = "left out of a loss whose gradients pass from replica to replica"
+    allowed = "left out of a loss that communicates gradients between replicas"
     got = f"a weight and a collective over {', '.join(sorted(crossed))}"
     hint = "Return the mean over all replicas: lax.psum(sum, axis) / lax.psum(count, axis)."
     checks.require(not crossed, _WHO, "Aux.weight", got, allowed, hint)
