@@ -246,7 +246,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if older is None:
             hint = "No older step exists: restart the run, or restore the directory from a copy."
         if unlike:
-            hint = f"Pass a target of the saved classes. If the classes are the same: {hint}"
+            hint = f"Pass a target of the saved classes. If they match, files are damaged. {hint}"
         failure = f"step {step} in {self._path} {'cannot be read' if unlike else 'is damaged'}"
         return RuntimeError(f"Checkpointer: {failure}: {what}. Nothing was deleted. {hint}")
 

@@ -398,7 +398,7 @@ def test_advice_is_what_reached_the_loss_first_on_record():
     rows = next(rows for title, rows in sections.items() if "the mean's last" in title)
     name = network_losses.fastest(rows, "100mbit")
     said = boostax.auditing.network.Network.of("90Mbit").advice
-    assert "at 100 Mbit/s" in said and f": {network_losses.CALLS[name]} reached" in said
+    assert "at 100 Mbit/s" in said and f": {network_losses.CALLS[name]} was the first" in said
 
 
 STRANGERS = (by_pmap, by_nnx, by_equinox, on_explicit_axes)

@@ -229,7 +229,7 @@ MISTAKES = {
     "a level, a config": (lambda: boostax.auto("O1", {"accumulate": 4}), r"is auto\(spec\)"),
     # Modules, explain, audit, names
     "nnx: nnx.grad": (lambda: updated(OPTIMIZER(SCALED)), r"gradients with boostax\.value_an"),
-    "nnx: one device": (lambda: OPTIMIZER(MEAN, axis_name="data"), r"NNX nnx\.update\(model, "),
+    "nnx: one device": (lambda: OPTIMIZER(MEAN, axis_name="data"), r"NNX, use nnx\.update\(m"),
     "nnx: no axis": (lambda: OPTIMIZER(MEAN), r"nnx\.Optimizer\(model, tx, .*axis_name='data'\)"),
     "nnx: on_mesh": (lambda: OPTIMIZER(PLACED), "Pass the chain, and axis_name='data'"),
     "nnx: value_and_grad": (lambda: ORACLE(Noisy(), (), X), r"zer\(model, .*value_and_grad\(loss"),

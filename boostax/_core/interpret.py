@@ -36,8 +36,8 @@ Fact = TypeVar("Fact")
 
 # No other check would notice a misread program, so these hints name the consequence.
 _TESTED = "Install tested versions in a checkout: pip install -c constraints.txt ."
-_MISSED = f"Without this error, boostax would ignore the program of this equation. {_TESTED}"
-_MIXED = f"Without this error, boostax would confuse constants with the carry. {_TESTED}"
+_MISSED = f"Without this error, boostax would ignore the program inside this equation. {_TESTED}"
+_MIXED = f"Without this error, boostax would mistake constants for the carry. {_TESTED}"
 
 
 # All names that JAX has used for each kind of equation.

@@ -46,7 +46,7 @@ class Network:
         record = checks.table("boostax.auditing", "network")
         nearest = min(record["first"], key=lambda x: abs(math.log(x["rate"] / self.rate)))
         rate = f"{nearest['rate'] / 1e6:g} Mbit/s"
-        tie = " (within the error, all_reduce was as fast)" if nearest["tie"] else ""
+        tie = " (all_reduce was as fast, within the error of the record)" if nearest["tie"] else ""
         result = f"{nearest['form']} was the first to reach the last loss of all_reduce{tie}"
         return f"In the record of another program ({record['workload']}) at {rate}: {result}"
 

@@ -79,7 +79,7 @@ def prefix_groups(
             last = joined[path] = [*members, *([] if joined else last)]
     layers = joined or layers
     words = few([trees.path_name(path) for path in layers])
-    hint = f"The layers, with the norms after them, are {words}." if layers else "Params are empty."
+    hint = f"The layers, each with its norms, are {words}." if layers else "Params are empty."
     allowed = f"at most the number of layers, {len(layers)}"
     checks.require(n <= len(layers), who, "n", n, allowed, hint)
     labels = {x: i * n // len(layers) for i, members in enumerate(layers.values()) for x in members}

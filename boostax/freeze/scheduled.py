@@ -179,7 +179,7 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
         if isinstance(self.update, FreezingUpdate):
             return self.update.variants
         allowed = "the function that scheduled_freeze returned"
-        hint = "Put wrappers inside: around the transformation that you pass to scheduled_freeze."
+        hint = "Wrap the transformation that you pass to scheduled_freeze, not the result."
         raise TypeError(checks.message(_WHO, "update", allowed, self.update, hint))
 
     def active(self, params: PyTree, depth: int) -> PyTree:

@@ -290,7 +290,7 @@ def changed(
         from boostax.model import less_bn_flax as flax
     checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "1 is the default.")
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
-    hint = "Pass the original model. The argument remove= can choose more norms."
+    hint = "Pass the original model. To remove other norms, pass remove=."
     valid = isinstance(module, flax.Model) and not isinstance(module, flax.LessBN)
     checks.require_type(valid, _WHO, "module", got=type(module), allowed=allowed, hint=hint)
     report = flax.structure(module, data)

@@ -375,7 +375,7 @@ def _require_blocks(state: StoreState) -> None:
     If a block were sharded, its shards would share one scale, and with ``check_vma=False`` each
     device would overwrite the scale with another number.
     """
-    allowed = "sharded, in a shard_map of your own, only along dimensions without blocks"
+    allowed = "sharded only along dimensions without blocks, in a shard_map of your own"
     hint = "Use on_mesh, make_train_step(param_specs=...), or moments='bfloat16' without blocks."
     for x in _entries(state.inner_state, state.scales):
         if x.scales is not None:

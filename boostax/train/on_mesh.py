@@ -224,8 +224,8 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
     leaves = jax.tree_util.tree_leaves_with_path(arrays_alone(params))
     shardings: dict[PyTree, PyTree] = {path: getattr(x, "sharding", None) for path, x in leaves}
     mesh: PyTree = next((x.mesh for x in shardings.values() if isinstance(x, NamedSharding)), None)
-    hint = "Use jax.device_put(params, NamedSharding(mesh, P())), ShapeDtypeStruct(..., sharding=)"
-    hint += ", or in NNX nnx.update(model, jax.device_put(nnx.state(model), sharding))."
+    hint = "Use jax.device_put(params, NamedSharding(mesh, P())), ShapeDtypeStruct(..., sharding=)."
+    hint += " In NNX, use nnx.update(model, jax.device_put(nnx.state(model), sharding))."
     allowed = "placed on one mesh with NamedSharding"
     checks.require(bool(leaves), who, "params", type(params).__name__, allowed, hint)
     for path, sharding in shardings.items():
@@ -264,7 +264,7 @@ def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -
     """Refuse gradients shaped like the params, which are already reduced."""
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(local_types(params))}
     hint = "Use boostax.value_and_grad(loss, mesh=mesh), or optimizer.value_and_grad(loss)(model, "
-    hint += "batch) in NNX; gradients of jax.grad are already reduced."
+    hint += "batch) in NNX. The gradients of jax.grad are already reduced."
     other = f"The mesh of the params has {lead[0]} replicas: use value_and_grad(mesh=mesh)."
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads.local):
         shape = shapes.get(path, leaf.shape[len(lead) :])

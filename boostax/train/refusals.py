@@ -69,7 +69,7 @@ def require_trainable(trained: PyTree) -> None:
     """Refuse trained leaves that have no gradient: integers, bools, PRNG keys."""
     require_dense(trained, _WHO, "params")
     allowed = "floating or complex arrays if they are trained"
-    hint = "Separate the leaf (model_state, eqx.partition, nnx.split), or freeze it with active=."
+    hint = "Use model_state, eqx.partition or nnx.split for the leaf, or freeze it with active=."
     if any(kind.__module__ == "flax.nnx.module" for kind in type(trained).__mro__):
         hint = "Use boostax.nnx.Optimizer(model, tx, wrt=nnx.Param, axis_name='data') for modules: "
         hint += "optimizer.value_and_grad(loss)(model, batch)."
