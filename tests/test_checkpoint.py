@@ -230,7 +230,7 @@ def test_damage_is_named_and_the_rest_of_the_process_left_alone(copied, monkeypa
     record.write_text(record.read_text().replace('"call": 10', '"call": 11'))
     (copied / "40").mkdir()
     with Checkpointer(copied) as checkpointer:
-        for step, words in ((20, "params/kernel"), (10, "of its record.* No older"), (40, "=20")):
+        for step, words in ((20, "params/kernel"), (10, "step's record.* No older"), (40, "=20")):
             with pytest.raises(RuntimeError, match=words):
                 checkpointer.restore(make_state(), step)
     assert len(seen) >= 4 and set(seen) == {before}

@@ -222,7 +222,7 @@ MISTAKES = {
     "a decay in percent": (lambda: model.average_params(ADAM, decay=99.9), "0.999 is the default"),
     "an average of none": (lambda: model.averaged_params(W, OF), r"Put boostax\.model\.average_pa"),
     "an average, swapped": (lambda: model.averaged_params(OF, W), r"s\(params, opt_state\)"),
-    "moments of int4": (lambda: STORE(moments="int4"), "With None, the state is stored"),
+    "moments of int4": (lambda: STORE(moments="int4"), "moments=None stores the state"),
     "fields misspelt": (lambda: STORE(moments={"*m": "int8"}).init(LARGE), r"'\*' matches all f"),
     "mixed_float16": (lambda: boostax.policy("mixed_float16"), "Use 'O0' to 'O3'"),
     "a key misspelt": (lambda: boostax.auto({"loss_scal": "dynamic"}), "Did you mean 'loss_scale'"),

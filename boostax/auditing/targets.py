@@ -64,7 +64,7 @@ def target_devices(target: str) -> tuple[Any, ...]:
     gpu = match and _KNOWN["gpus"].get(match["name"])
     if match is None or not machine or (gpu and not re.fullmatch(r"\w+:\d+x\d+x\d+", target)):
         listed = "".join(f"\n  {x['form']:12} {x['what']}" for x in _KNOWN["machines"].values())
-        hint = f"Without a target, the present devices are used. The known machines are:{listed}"
+        hint = f"Without a target, audit uses the present devices. The known machines are:{listed}"
         raise ValueError(checks.message("target_devices", "target", _FORMS, target, hint))
     if jax.default_backend() != "tpu":
         for name, value in _KNOWN["environment"].items():

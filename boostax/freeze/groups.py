@@ -65,7 +65,7 @@ def prefix_groups(
     who = "prefix_groups"
     checks.positive_int(who, "n", n, "4 divides the layers into four groups.")
     if level is not None:
-        checks.positive_int(who, "level", level, "1 makes a layer of every top-level module.")
+        checks.positive_int(who, "level", level, "level=1 makes a layer of every top-level module.")
     leaves, treedef = jax.tree.flatten(params)
     layers = _layers(who, params, order, level)
     joined: dict[KeyPath, list[int]] = {}

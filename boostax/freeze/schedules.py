@@ -245,7 +245,7 @@ def freeze_schedule(
         checks.choice(_WHO, "kind with freeze_p", kind, get_args(Kind)[:2], hint)
         hint = "freeze_p is the share of steps that train all groups, 1 - frozen_fraction."
         checks.absent(_WHO, "frozen_fraction", frozen_fraction, "left out with freeze_p", hint)
-        hint = "0.7 trains all groups on about 70% of steps, and freezes a prefix on the others."
+        hint = "0.7 trains all groups on about 70% of steps, and freezes a prefix on other steps."
         share = checks.number(_WHO, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
         return FreezeSchedule(kind, total_steps, None, seed, float(share))
     fraction = 0.3 if frozen_fraction is None else frozen_fraction
@@ -298,7 +298,7 @@ class Plan:
     def known(self, steps: int) -> int:
         """Return the depth after ``steps`` applied steps as a Python int; raise after the end."""
         length = len(self.depths)
-        got = f"{length} steps, and the run has more steps"
+        got = f"a schedule of {length} steps for a longer run"
         allowed = "at least as long as the run"
         hint = "Make total_steps the length of the run, or pass repeat=True."
         checks.require(steps < length or self._repeat, _WRAPPER, "schedule", got, allowed, hint)

@@ -79,7 +79,7 @@ class LayeredOracle(Oracle):
     def local(self, params: PyTree, *args: PyTree) -> tuple[Result, Gradients]:
         """Return loss, aux and gradients of one replica; for the arguments see ``Oracle.local``."""
         batch, scale, kwargs, active, rules, _ = args
-        hint = "The backward loop would compute a frozen layer's gradient."
+        hint = "The backward loop would also compute the gradients of frozen layers."
         got = None if active is True else "a frozen stack"
         checks.absent(_WHO, "layers", got, "None with freezing", hint)
         params, states = params
@@ -329,7 +329,7 @@ class Layers(Stacked, Backward):
         self, tx: optax.GradientTransformation, shard_optimizer: bool
     ) -> tuple[optax.GradientTransformation, Around]:
         """Return the optimizer of a step, and a function that makes its ``LayeredOracle``."""
-        hint = "Shard the params of the layers instead, as FSDP does."
+        hint = "Shard the params of the layers, as FSDP does, not the optimizer."
         got = True if shard_optimizer and self.release else None
         checks.absent(_WHO, "shard_optimizer", got, "False with release=True", hint)
         if not self.once:

@@ -86,7 +86,7 @@ class Stacked:
             counts = {x.shape[:1] for x in leaves}
             got = None if len(counts) == 1 and () not in counts else name
             allowed = "the path of stacked params [layers, ...] with the same number of layers"
-            hint = f"The names of the params are {', '.join(trees.names(params)[:6])}, ..."
+            hint = f"The paths of the params are {', '.join(trees.names(params)[:6])}, ..."
             checks.absent("Layers", "path", got, allowed, hint)
 
     def first_states(

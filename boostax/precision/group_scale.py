@@ -264,7 +264,7 @@ def group_loss_scale(
     checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
     checks.choice(_WHO, "overflow", overflow, Overflow, "MindSpore's rule is 'each'.")
     checks.choice(_WHO, "rule", rule, Rule, "MindSpore's rule is 'trial'.")
-    _between("headroom", headroom, 1.0, _TOP, "With 16, scaled gradients are below 2**12.")
+    _between("headroom", headroom, 1.0, _TOP, "With headroom=16, scaled gradients are below 2**12.")
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
     room = headroom if rule == "measure" else None

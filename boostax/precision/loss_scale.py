@@ -162,7 +162,7 @@ def dynamic_loss_scale(
     checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
     hint = "growth_interval is a number of steps without overflow; 2000 is the default."
     growth_interval = checks.positive_int(who, "growth_interval", growth_interval, hint)
-    hint = "With 1, every overflow lowers the scale."
+    hint = "With hysteresis=1, every overflow lowers the scale."
     hysteresis = checks.positive_int(who, "hysteresis", hysteresis, hint)
 
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:

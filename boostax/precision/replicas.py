@@ -117,7 +117,7 @@ def check_replicas(
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
     every = checks.positive_int(
-        _WHO, "every", every, "With 1, every step starts with a comparison."
+        _WHO, "every", every, "With every=1, each step starts with a comparison."
     )
 
     def init_fn(params: PyTree) -> CheckReplicasState:

@@ -176,8 +176,8 @@ def store(
     by_field = {} if moments is None else moments
     rules: dict[str, Moments] = dict(by_field) if isinstance(by_field, Mapping) else {"*": by_field}
     for name in rules.values():
-        checks.choice(_WHO, "moments", name, Moments, "With None, the state is stored in f32.")
-    checks.positive_int(_WHO, "least", least, "With 1, arrays of every size are encoded.")
+        checks.choice(_WHO, "moments", name, Moments, "moments=None stores the state in f32.")
+    checks.positive_int(_WHO, "least", least, "least=1 encodes arrays of every size.")
 
     @describe(_WHO, "storage", inner={"inner_state": tx})
     def step_fn(

@@ -291,7 +291,7 @@ def local_updates(
     who = "local_updates"
     steps = "every is a number of steps: local_updates(inner, every=16, axis_name='data')."
     every = checks.positive_int(who, "every", every, steps)
-    members = partitioning(who, "fragments", fragments, "4 sends a fourth of the params at once.")
+    members = partitioning(who, "fragments", fragments, "4 sends a quarter of the params at once.")
     if outer is None:
         hint = "reduction= needs an outer optimizer: outer=optax.sgd(1.0)."
         checks.absent(who, "reduction", reduction, "left out with outer=None", hint)

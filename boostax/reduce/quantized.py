@@ -205,7 +205,7 @@ def int8_reduce(
     """
     who = "int8_reduce"
     if block is not None:
-        checks.positive_int(who, "block", block, "None means 4096 on a TPU, else 256.")
+        checks.positive_int(who, "block", block, "block=None means 4096 on a TPU, else 256.")
     checks.choice(
         who, "rounding", rounding, Rounding, "Error feedback corrects errors of either rounding."
     )
