@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import boostax
-from boostax._core import checks, copies, mismatch, replicas, transfer, trees, types
+from boostax._core import checks, copies, replicas, transfer, trees, types
 from boostax._core.types import PyTree
 from boostax.train import resharding
 
@@ -106,12 +106,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
         leaves = _require_arrays("state", state, lambda leaf: isinstance(leaf, jax.Array))
-        mismatch.require_order(_WHO, "save(step, state, meta)", state=state)
+        trees.require_order(_WHO, "save(step, state, meta)", state=state)
         replicas.require_stacked(_WHO, state)
         _require_equal(_WHO, state)
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
-        record |= {"parts": mismatch.parts(state), "versions": versions}
+        record |= {"parts": trees.parts(state), "versions": versions}
         # JSON converts tuples and integer keys, so the checksum is computed after the conversion.
         record = json.loads(json.dumps(record))
         record["checksum"] = _text_checksum(record)
@@ -191,7 +191,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         _require_arrays("target", target, lambda leaf: hasattr(leaf, "dtype"))
         step, record = self._record(step)
         saved = resharding.as_saved(target, record["leaves"] if reshard else {})
-        if unlike := _unlike(record, mismatch.parts(target), _named(saved)):
+        if unlike := _unlike(record, trees.parts(target), _named(saved)):
             raise ValueError(
                 f"Checkpointer: target must match step {step} in {self._path}, {unlike}"
             )

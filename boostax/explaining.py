@@ -16,8 +16,8 @@ from boostax._core.types import PyTree
 from boostax.order import findings, parts
 from boostax.order.findings import Finding as Finding
 from boostax.precision.loss_scale import loss_scale
-from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
+from boostax.train.step import TrainStep
 
 _WHO = "explain"
 

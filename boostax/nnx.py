@@ -14,16 +14,15 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, describe, mismatch, placement, replicas, trees
+from boostax._core import axes, checks, describe, placement, replicas, trees
 from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica
 from boostax._core.types import PyTree
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
-from boostax.order import check
-from boostax.train.apply import apply_gradients
-from boostax.train.on_mesh import on_mesh
+from boostax.order import findings
+from boostax.train.apply import apply_gradients, on_mesh
 from boostax.train.oracle import value_and_grad
 
 with checks.needing("boostax.nnx", "Flax", "workloads"):
@@ -112,7 +111,7 @@ class Optimizer(nnx.Optimizer[_M]):
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
         else:
-            check.of_chain(_WHO, tx)
+            findings.of_chain(_WHO, tx, ())
         is_valid = axis_name is not None or not shard_optimizer
         allowed = "False without an axis_name"
         hint = "The state is sharded over the axes of axis_name."
@@ -271,7 +270,7 @@ class Optimizer(nnx.Optimizer[_M]):
             replicas.
         """
         old = nnx.as_pure(self.opt_state)
-        state = mismatch.require_as_made(_WHO, "state", trees.arrays(state), old)
+        state = trees.require_as_made(_WHO, "state", trees.arrays(state), old)
 
         def place(new: jax.Array, old: jax.Array) -> jax.Array:
             # If the old array is uncommitted, the placement of the new array is not changed.

@@ -84,9 +84,21 @@ def require_scalar(who: str, argument: str, value: object) -> None:
 
 
 def number(
-    who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
+    who: str,
+    argument: str,
+    value: Any,
+    allowed: str,
+    hint: str,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> Any:
-    """Require a finite real scalar that passes ``test``; of a tracer, only the shape is checked."""
+    """Require a finite real scalar within the limits; of a tracer, only the shape is checked.
+
+    The value may equal ``least`` and ``most``, but not ``above`` or ``below``.
+    """
     require_scalar(who, argument, value)
     # Inside ``optax.inject_hyperparams``, the value is traced.
     if isinstance(value, Tracer):
@@ -97,7 +109,8 @@ def number(
         real = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(message(who, argument, allowed, value, hint)) from error
-    require(math.isfinite(real) and test(real), who, argument, value, allowed, hint)
+    is_valid = math.isfinite(real) and above < real < below and least <= real <= most
+    require(is_valid, who, argument, value, allowed, hint)
     return value
 
 

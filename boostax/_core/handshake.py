@@ -28,7 +28,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from boostax._core import checks, degrees, interpret, jaxprs, mismatch, protocols, trees
+from boostax._core import checks, degrees, interpret, jaxprs, protocols, trees
 from boostax._core.types import Grads, PyTree
 
 
@@ -81,7 +81,7 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
       >>> float(w)
       0.75
     """
-    mismatch.require_order("assume_scaled", "assume_scaled(grads, opt_state)", grads=grads)
+    trees.require_order("assume_scaled", "assume_scaled(grads, opt_state)", grads=grads)
     scaled(opt_state, crossed=True)
     return grads
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -84,24 +84,26 @@ def scan_operands(
 
 def equations(
     program: jaxprs.Jaxpr | Eqns, context: Any = None, enter: Enter | None = None
-) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
-    """Yield all equations of a program in order, each before the equations of its bodies.
+) -> list[tuple[jaxprs.JaxprEqn, Any]]:
+    """Return all equations of a program in order, each before the equations of its bodies.
 
     Args:
       program: a program, or some equations.
-      context: the context that is yielded with each equation of ``program``.
+      context: the context that is returned with each equation of ``program``.
       enter: ``enter(eqn, context)`` returns the contexts of the bodies; by default, all bodies have
         the context of ``eqn``.
     """
     kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
+    pairs: list[tuple[jaxprs.JaxprEqn, Any]] = []
     for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
-        yield eqn, context
+        pairs.append((eqn, context))
         # The programs inside are a called program, branches, or parts of a loop.
         values = jax.tree.leaves([*eqn.params.values()])
         bodies: Any = [getattr(x, "jaxpr", x) for x in values if isinstance(x, kinds)]
         inside = itertools.repeat(context) if enter is None else enter(eqn, context)
         for body, inner in zip(bodies, inside, strict=False):
-            yield from equations(body, inner, enter)
+            pairs += equations(body, inner, enter)
+    return pairs
 
 
 def evaluate(

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import KeyPath
 
-from boostax._core import checks, mismatch, protocols, transfer, trees, types
+from boostax._core import checks, protocols, transfer, trees, types
 from boostax._core.types import PyTree
 
 
@@ -267,7 +267,7 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     hint = "Each replica is a device, and within is the number of devices of a server."
     checks.require(not replicas % within, "reshard_state", "replicas", replicas, allowed, hint)
     state = trees.arrays(state)
-    mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
+    trees.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
     summed = [x for y in trees.telling(state, protocols.HasSummedParts) for x in y.summed_parts()]
     items = distributed_items(state)

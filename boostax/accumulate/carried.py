@@ -154,7 +154,7 @@ class _Carry(NamedTuple):
         was_open = state.open & gate.held_open(old_inner)
         pending = Pending(without(grads.raw, rules))
         # ``last_finite`` is a field of the state of ``optax.apply_if_finite``.
-        checks_finite = trees.find(old_inner, lambda x: hasattr(x, "last_finite"))
+        checks_finite = any(hasattr(x, "last_finite") for x in trees.state_nodes(old_inner))
         if checks_finite or trees.telling(old_inner, protocols.Scaler):
             # fp8 clips overflows, so the gradients may be finite when a carried value is not.
             is_below = norms.all_true([(x < jnp.inf).all() for x in new.values()])
@@ -190,7 +190,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     Raises:
       ValueError: the optimizer would treat leaves of Flax's collection as gradients.
     """
-    states = trees.find(opt_state, lambda node: isinstance(node, CarryState))
+    states = trees.find(opt_state, CarryState)
     windows = [window for state in states for window in state.window.items()]
     rules: Rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
     missing = resolve(FLAX, params).keys() - resolve(rules, params).keys()

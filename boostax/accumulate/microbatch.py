@@ -144,11 +144,12 @@ def _scan(
     fn: Callable[..., _Terms], number: int, first: PyTree, rules: carried.Rules, narrow: jnp.dtype
 ) -> _Terms:
     """Sum the results of ``fn`` over the micro-batches."""
-    replay, (like, new, after, _) = trees.trace_once(fn, jnp.int32(0), first)
-    state = axes.unify(first, after)
+    replay = trees.Replay(*jax.make_jaxpr(fn, return_shape=True)(jnp.int32(0), first))
+    state = axes.unify(first, replay.types[2])
     if axes.types(state) != axes.types(first):
         # The new model state varies over replicas, so the initial state needs a varying type, too.
-        replay, (like, new, *_) = trees.trace_once(fn, jnp.int32(0), state)
+        replay = trees.Replay(*jax.make_jaxpr(fn, return_shape=True)(jnp.int32(0), state))
+    like, new, *_ = replay.types
     buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)
     zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)
     by_name = carried.resolve(rules, new)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, tree_map_with_path
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, norms, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, norms, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.protocols import SumsGradients
@@ -237,7 +237,7 @@ class _Windows(NamedTuple):
         """Return the first state: no window is open."""
         with averaged(self.averaged):
             inner_state = gate.init_inner(self.tx, params)
-        carries = trees.find(inner_state, lambda node: isinstance(node, CarryState))
+        carries = trees.find(inner_state, CarryState)
         allowed = "an optimizer without carry, which must be outermost"
         hint = "Write boostax.carry(accumulate(...))."
         checks.require(not carries, _WHO, "inner", "carry in a window", allowed, hint)
@@ -403,10 +403,9 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
     A window that some leaves bypass cannot have terms, because the gradients of those leaves would
     have a dimension ``[terms]`` that is never summed.
     """
-    masks = optax.MaskedState, optax.ConditionallyTransformState, CarryState
-    masked = trees.find(opt_state, lambda x: isinstance(x, masks))
+    masked = trees.find(opt_state, optax.MaskedState, optax.ConditionallyTransformState, CarryState)
     bypassed = {id(node) for state in masked for node in trees.nodes(state)}
-    windows = trees.find(opt_state, lambda x: isinstance(x, Window | optax.MultiStepsState))
+    windows = trees.find(opt_state, Window, optax.MultiStepsState)
     weights = [None if id(x) in bypassed else getattr(x, "weight", None) for x in windows]
     terms = {tuple(sorted(x)) if isinstance(x, dict) else () for x in weights}
     return None if not terms else terms.pop() if len(terms) == 1 else ()
@@ -414,7 +413,7 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
 
 def require_weighted(opt_state: PyTree, weight: PyTree) -> None:
     """Refuse a weight for ``optax.MultiSteps``, which weighs all micro-steps alike."""
-    if trees.find(opt_state, lambda x: isinstance(x, optax.MultiStepsState)):
+    if trees.find(opt_state, optax.MultiStepsState):
         hint = "MultiSteps weighs calls equally. Use boostax.accumulate(..., normalize='weight')."
         checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
 
@@ -484,7 +483,7 @@ def flush(
     arrays, opt_state = trees.arrays(params), trees.arrays(opt_state)
     trained = trees.without_gradient(trees.aside(arrays), True)
     call = "boostax.flush(tx, opt_state, params)"
-    with mismatch.explaining(mismatch.require_state, "flush", call, tx, opt_state, trained):
+    with trees.explaining(trees.require_state, "flush", call, tx, opt_state, trained):
         tx = optax.with_extra_args_support(tx)
         new, opt_state = gate.flush_inner(tx, opt_state, trained, extra_args)
     return trees.put_back(new, arrays), opt_state

@@ -15,7 +15,7 @@ from boostax._core.late import late as late
 from boostax._core.replicas import is_per_replica
 from boostax._core.types import PyTree as PyTree
 from boostax.accumulate.window import AccumulateState
-from boostax.train.compiled import TrainStep as TrainStep
+from boostax.train.step import TrainStep as TrainStep
 
 # The function that errors name.
 WHO = "audit"

@@ -104,10 +104,10 @@ def _finish(options: types.SimpleNamespace) -> Data:
     checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
     search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
     for name, value in (search | ({"residual_momentum": momentum} if momentum else {})).items():
-        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, f"Or leave {name} out.")
+        checks.number("", name, value, "in (0, 1)", f"Or leave {name} out.", above=0, below=1)
     outside = options.residual
     if outside is None and rate is not None:
-        checks.number("", "residual_rate", rate, "positive", lambda x: x > 0, "Or omit the rate.")
+        checks.number("", "residual_rate", rate, "positive", "Or omit the rate.", above=0)
         outside = optax.sgd(rate, momentum or None)
     if outside is not None and options.axis_name is not None:
         outside = optax.chain(boostax.all_reduce(options.axis_name), outside)

@@ -21,7 +21,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from boostax import states
-from boostax._core import axes, checks, mismatch, norms, trees
+from boostax._core import axes, checks, norms, trees
 from boostax._core.describe import Holds, variants_of
 from boostax._core.replicas import PerReplica, spread_anew
 from boostax._core.types import PyTree
@@ -135,7 +135,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     checks.transformation(_WHO, "new_tx", new_tx)
     require(not isinstance(old_state, TrainState), "train_state", "TrainState", TypeError)
     old_state, params = trees.arrays(old_state), trees.arrays(params)
-    mismatch.require_order(_WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
+    trees.require_order(_WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
     checks.positive_int(_WHO, "replicas", 1 if replicas is None else replicas, _DATA["hint"])
     checks.natural(_WHO, "count", 0 if count is None else count, _DATA["steps"])
     if isinstance(params, PerReplica):
@@ -247,7 +247,7 @@ Leaves: TypeAlias = dict[Path, Leaf]
 
 def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
     """Return the arrays of all states, outermost first; containers of params are not states."""
-    containers = set(map(type, trees.find(params, lambda _: True)))
+    containers = set(map(type, trees.state_nodes(params)))
     owners: Any = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     by_state: dict[Path, list[Leaf]] = {(): []}
 
@@ -340,7 +340,7 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
         got = f"{trees.path_name(new.owner or ()) or 'a leaf'} of {new.shape}"
         require(same or new.shape != new.like, "shapes", got, shape=old.shape, path=_spot(old.path))
     # ``by_shape`` distributes moments in the order of the params' names.
-    orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (before, after)]
+    orders = [trees.find(x, ByShapeState) for x in (before, after)]
     for both in zip(*orders, strict=False):
         for x, y in zip(*(state.order for state in both), strict=False):
             require(x.shape != y.shape or np.array_equal(x, y), "dealt", "others by name")

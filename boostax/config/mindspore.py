@@ -293,7 +293,7 @@ def _moments(b1: float, b2: float, eps: float, debias: bool = True, nesterov: bo
 
 def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: list[Tx]) -> Tx:
     """Put weight decay, then the division by the loss scale, in front of a chain."""
-    checks.number(who, "loss_scale", loss_scale, "positive", lambda x: x > 0, "1.0 has no effect.")
+    checks.number(who, "loss_scale", loss_scale, "positive", "1.0 has no effect.", above=0)
     return optax.chain(_decay(decay * loss_scale, grouped), optax.scale(1 / loss_scale), *parts)
 
 

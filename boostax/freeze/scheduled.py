@@ -195,8 +195,8 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     plan = freezing.plan(params)
     is_shared = freezing.moments == "shared"
     wide = gate.params_for(freezing.tx, params)
-    masked = [trees.masked(wide, plan.active(depth)) for depth in plan.drawn]
-    states = tuple(trees.first_state(freezing.tx, x) for x in masked[: 1 if is_shared else None])
+    masked = [trees.masked(wide, plan.active(x)) for x in plan.drawn[: 1 if is_shared else None]]
+    states = tuple(trees.unshared(freezing.tx.init(x), x) for x in masked)
     # Some inner states would become wrong while leaves are frozen.
     changes = len(plan.drawn) > 1
     wrong = {
@@ -204,7 +204,7 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
         "own params": changes and replicas.owns_params(states),
         "whole params": changes
         and any(x.needs_all_params() for x in trees.telling(states, protocols.NeedsAllParams)),
-        "windows": changes and trees.find(states, lambda x: isinstance(x, optax.MultiStepsState)),
+        "windows": changes and trees.find(states, optax.MultiStepsState),
     }
     for name in (name for name, refused in wrong.items() if refused):
         raise ValueError(f"{_WHO}: inner must {checks.table('boostax.freeze', 'refusals')[name]}")

@@ -120,7 +120,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
         most = (groups - 1) / groups
         allowed = f"at most {most:.4g} for 'continuous' over {groups} groups"
         hint = "A cycle has a step that trains all groups. Use 'interval' to freeze more often."
-        checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
+        checks.number(_WHO, "frozen_fraction", fraction, allowed, hint, most=most)
         # In floating point 1 - 0.9 < 0.1, so for ten groups ``unfrozen`` is rounded down to 0.
         unfrozen = min(max(1, unfrozen), length)
     cycle = unfrozen + groups - 1
@@ -246,11 +246,11 @@ def freeze_schedule(
         hint = "freeze_p is the share of steps that train all groups, 1 - frozen_fraction."
         checks.absent(_WHO, "frozen_fraction", frozen_fraction, "left out with freeze_p", hint)
         hint = "0.7 trains all groups on about 70% of steps, and freezes a prefix on the others."
-        share = checks.number(_WHO, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
+        share = checks.number(_WHO, "freeze_p", freeze_p, "in [0, 1]", hint, least=0, most=1)
         return FreezeSchedule(kind, total_steps, None, seed, float(share))
     fraction = 0.3 if frozen_fraction is None else frozen_fraction
     hint = "0.3 freezes a prefix on about 30% of steps."
-    checks.number(_WHO, "frozen_fraction", fraction, "in [0, 1)", lambda p: 0 <= p < 1, hint)
+    checks.number(_WHO, "frozen_fraction", fraction, "in [0, 1)", hint, least=0, below=1)
     return FreezeSchedule(kind, total_steps, float(fraction), seed)
 
 

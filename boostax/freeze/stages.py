@@ -94,7 +94,7 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
     # Results that no index needs are not outputs of a stage.
     used = {x for x, level in known.items() if level > NEVER}
     # An equation with a body has one level, so bodies are not searched.
-    for eqn, _ in reversed([*interpret.equations(jaxpr, enter=lambda eqn, context: ())]):
+    for eqn, _ in reversed(interpret.equations(jaxpr, enter=lambda eqn, context: ())):
         level = max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER)
         # Operations with effects always run. Operations on PRNG keys run too, because keys have no
         # zero. JAX counts the axis name of a collective as an effect, but this effect is not

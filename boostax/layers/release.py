@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, gate
-from boostax._core.describe import Stepped, describe
+from boostax._core.describe import Stepped, asked, describe
 from boostax._core.types import PyTree
 from boostax.layers.stacks import Arrays, Stacked
 from boostax.order.parts import REDUCTIONS, read, rows
-from boostax.train.compiled import asked
 from boostax.train.oracle import Gradients
 
 _WHO = "Layers"

@@ -161,7 +161,8 @@ def _scan_with_updates(
     # A ``custom_vjp`` differentiates only arguments, so the values in the closure of ``layer`` are
     # arguments of ``hoisted``.
     weights, xs = jax.eval_shape(lambda x: _at(x, 0), (stack.weights, others))
-    replay, _ = trees.trace_once(layer, init, jax.eval_shape(stack.read, weights), xs)
+    args = init, jax.eval_shape(stack.read, weights), xs
+    replay = trees.Replay(*jax.make_jaxpr(layer, return_shape=True)(*args))
     consts = [*replay.program.consts]
 
     def hoisted(consts: Arrays, *args: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ from boostax._core.placement import Placement
 from boostax._core.types import PyTree
 from boostax.precision.entries import BY_ELEMENT
 from boostax.precision.policy import Policy
-from boostax.train.oracle import applied
+from boostax.train.apply import applied
 
 Path = tuple[Any, ...]
 Arrays = list[jax.Array]

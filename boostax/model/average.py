@@ -32,7 +32,7 @@ from jax import lax
 from jax.tree_util import KeyPath, tree_map_with_path
 from jax.typing import DTypeLike
 
-from boostax._core import checks, gate, mismatch, protocols, replicas, trees, types
+from boostax._core import checks, gate, protocols, replicas, trees, types
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 
@@ -163,7 +163,7 @@ def average_params(
         checks.absent(_WHO, name, unused, allowed, f"Only kind={only!r} uses {name}.")
     decay = 0.999 if decay is None else decay
     slots = 5 if size is None else size
-    checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")
+    checks.number(_WHO, "decay", decay, "in (0, 1)", "0.999 is the default.", above=0, below=1)
     checks.positive_int(_WHO, "size", slots, "size counts snapshots in memory; 5 are usual.")
     checks.positive_int(_WHO, "every", every, "every counts applied steps between samples.")
     checks.natural(_WHO, "start", start, "start counts applied steps before the first sample.")
@@ -240,7 +240,7 @@ def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
       [1.0, 1.0]
     """
     who = "averaged_params"
-    mismatch.require_order(who, "averaged_params(params, opt_state)", params=params)
+    trees.require_order(who, "averaged_params(params, opt_state)", params=params)
     hint = "Put boostax.model.average_params around the optimizer."
     state = trees.state_of(who, opt_state, AverageParamsState, hint)
     params = trees.arrays(params)

@@ -65,7 +65,7 @@ class Kernels:
     @functools.cached_property
     def layout(self) -> Layout:
         """The layout of the tree, an element of the table."""
-        modules = self.name is None and trees.find(self.tree, lambda x: bool(_classes(x)))
+        modules = self.name is None and any(map(_classes, trees.state_nodes(self.tree)))
         return LAYOUTS["equinox" if modules else self.name or "linen"]
 
     def is_vector(self, path: KeyPath, ndim: int) -> bool:

@@ -288,7 +288,7 @@ def changed(
     """Return the result of ``less_bn``; unless ``strict``, a model may stay unchanged."""
     with checks.needing(_WHO, "Flax", "workloads"):
         from boostax.model import less_bn_flax as flax
-    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "1 is the default.")
+    checks.number(_WHO, "multiplier", multiplier, "positive", "1 is the default.", above=0)
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
     hint = "Pass the original model; remove= can choose more norms."
     valid = isinstance(module, flax.Model) and not isinstance(module, flax.LessBN)

@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find parts of a chain in a wrong order or with a wrong setting, as ``orders.toml`` lists them."""
+"""Refuse a wrong order of parts, or warn of it, wherever boostax gets a chain or its state.
 
+Optax is not patched, so each function of boostax checks what it gets. A chain is read part by part.
+The state of a chain has the states of the parts, in the order of the parts. A chain is refused if a
+finding makes every run wrong. Any other finding is reported by one warning. ``orders.toml`` lists
+the wrong orders and wrong settings.
+"""
+
+import contextlib
 import functools
 import itertools
 import math
+import re
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from boostax._core import checks
 from boostax._core.axes import UNNAMED
-from boostax.order.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, read, rows, sign, table
+from boostax._core.types import PyTree
+from boostax.order import parts as chain
+from boostax.order.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, rows, sign, table
 
 
 class Finding(NamedTuple):
@@ -34,6 +47,82 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why} {self.fix}"
+
+
+# The findings in chains, by ``update``, and whether the chains scale the loss.
+_OF_CHAINS = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding], bool]]]()
+# The findings in states of a structure.
+_OF_STATES: dict[PyTree, list[Finding]] = {}
+# Findings of which the user was warned, each with the structure of the state or ``None``.
+_WARNED: set[tuple[str, PyTree]] = set()
+
+
+def of_chain(
+    who: str, tx: optax.GradientTransformation, names: tuple[str, ...], opt_state: PyTree = None
+) -> None:
+    """Refuse a chain that is wrong in every run, and warn of its other findings.
+
+    Args:
+      who: the function that got the chain.
+      tx: the chain.
+      names: the replica axes that ``who`` binds.
+      opt_state: the state in a loop, which is warned once; or ``None``.
+    """
+    structure = None if opt_state is None else jax.tree.structure(opt_state)
+    report(who, "tx", read(tx, names)[0], structure)
+
+
+def of_state(who: str, opt_state: PyTree) -> None:
+    """Check the order of the states in a loop whose chain is not known."""
+    structure = jax.tree.structure(opt_state)
+    if structure not in _OF_STATES:
+        _OF_STATES[structure] = [*orders(rows(chain.of_state(opt_state)), bound=True)]
+    report(who, "opt_state", _OF_STATES[structure], structure)
+
+
+def read(
+    tx: optax.GradientTransformation, names: tuple[str, ...], step: Any = None
+) -> tuple[list[Finding], bool]:
+    """Return the findings in a chain, and whether the chain scales the loss; read a chain once.
+
+    Under such a scale, a nonlinear backward rule would be wrong. ``step`` is the train step around
+    the chain, if there is one.
+    """
+    known: dict[PyTree, tuple[list[Finding], bool]] = {}
+    with contextlib.suppress(TypeError):  # Some callables have no weak references, or no hash.
+        known = _OF_CHAINS.setdefault(tx.update, known)
+    key = names, step and (step.policy,)
+    if key not in known:
+        known[key] = findings(rows(chain.read(tx)), step, bool(names)), scales(tx)
+    return known[key]
+
+
+def of_rules(who: str, known: set[str], rules: list[str]) -> None:
+    """Warn of each nonlinear backward rule once, although a loss may be traced several times."""
+    for rule in sorted(set(rules) - known):
+        warnings.warn(f"{who}: {finding('not_linear', rule=rule)}", stacklevel=2)
+    known.update(rules)
+
+
+def report(
+    who: str,
+    argument: str,
+    listed: Iterable[Finding],
+    structure: PyTree = None,
+    stacklevel: int = 5,
+) -> None:
+    """Raise the first certain finding; warn of other findings, in a loop once per ``structure``."""
+    for item in sorted(listed, key=lambda x: not x.certain):
+        if item.certain:
+            allowed = "a chain whose parts fit each other" + " and the step" * (structure is None)
+            allowed = f"the state of {allowed}" if argument == "opt_state" else allowed
+            raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
+        # The state of a scaler does not show which factory made it, so warnings about all factories
+        # are compared by one name.
+        text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
+        if structure is None or not {(text, None), (text, structure)} & _WARNED:
+            warnings.warn(f"{who}: {item}", stacklevel=stacklevel)
+        _WARNED.add((text, structure))
 
 
 def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> list[Finding]:
@@ -144,7 +233,7 @@ def scales(tx: optax.GradientTransformation) -> bool:
     With a ``carry`` in the chain the result is False, because carried leaves may depend on scaled
     cotangents.
     """
-    parts = rows(read(tx))
+    parts = rows(chain.read(tx))
     scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in parts)
     return scaler and all(x.role != "carry" for x in parts)
 

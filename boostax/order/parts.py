@@ -47,9 +47,6 @@ MEMORIES = ("momentum", "moments")
 
 table = functools.partial(checks.table, "boostax.order", "roles")
 
-# Optax's combinators that pass only some of the params on.
-_MASKS = ("masked", "partition")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
@@ -98,8 +95,7 @@ def _part(update: Callable[..., object]) -> Part:
     if description is not None:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
-        names = (description.name, "", description.what)
-        return Part(*names, description, settings=values, inner=inner)
+        return Part(description.name, "", description.what, description, values, inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
     if isinstance(update, jax.stages.Wrapped):  # by jax.jit
@@ -174,12 +170,10 @@ def of_state(state: PyTree) -> Part:
     # ``scale_by_adam``.
     name = type(state).__name__.removesuffix("State").replace("GC", "gc")
     words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
-    part = Part(words.lower(), package, "", inner=inner, parallel=words == "Partition")
-    roles = [x for x, names in table()["states"].items() if part.name in names.split()]
-    if package != "boostax" or not roles:
-        return part
-    description = Description(part.name, "", roles[0], (), {}, False)
-    return dataclasses.replace(part, description=description)
+    roles = [x for x, names in table()["states"].items() if words.lower() in names.split()]
+    is_known = package == "boostax" and roles
+    described = Description(words.lower(), "", roles[0], (), {}, False) if is_known else None
+    return Part(words.lower(), package, "", described, {}, inner, words == "Partition")
 
 
 def role(part: Part) -> str:
@@ -260,7 +254,8 @@ def rows(part: Part) -> list[Row]:
         if is_listed:
             listed.append(row)
         holders = (*row.holders, row) if is_listed else row.holders
-        masks = (*row.masks, part.name) if part.name in _MASKS else row.masks
+        # Optax's combinators that pass only some of the params on.
+        masks = (*row.masks, part.name) if part.name in ("masked", "partition") else row.masks
         for i, inner in enumerate(part.inner):
             sides = (*row.sides, (id(part), i)) if part.parallel else row.sides
             visit(Row(inner, role(inner), holders, row.wrappers + 1, sides, masks))

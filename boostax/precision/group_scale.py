@@ -260,8 +260,8 @@ def group_loss_scale(
     for first in scales if np.ndim(scales) else [scales]:
         _between("init_scale", first, min_scale, max_scale, hint)
     hint = "2**(1/1000) doubles the scale in 1000 steps; 2**-0.5 halves the scale in two overflows."
-    checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
-    checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
+    checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", hint, above=1)
+    checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", hint, above=0, below=1)
     checks.choice(_WHO, "overflow", overflow, Overflow, "MindSpore's rule is 'each'.")
     checks.choice(_WHO, "rule", rule, Rule, "MindSpore's rule is 'trial'.")
     _between("headroom", headroom, 1.0, _TOP, "With 16, scaled gradients are below 2**12.")
@@ -352,7 +352,7 @@ def check_labels(who: str, labels: PyTree) -> None:
 
 
 def _between(name: str, value: float, low: float, high: float, hint: str) -> None:
-    checks.number(_WHO, name, value, f"from {low!r} to {high!r}", lambda x: low <= x <= high, hint)
+    checks.number(_WHO, name, value, f"from {low!r} to {high!r}", hint, least=low, most=high)
 
 
 # This is a custom_jvp and not a custom_vjp, so that JAX itself transposes the product. JAX then
@@ -469,7 +469,7 @@ def check_boundaries(
     """
     who = "check_boundaries"
     checks.positive_int(who, "draws", draws, "2 is the default.")
-    checks.number(who, "rtol", rtol, "at least 0", lambda x: x >= 0, "1e-5 is the default.")
+    checks.number(who, "rtol", rtol, "at least 0", "1e-5 is the default.", least=0)
     numbers, count = group_numbers(who, labels, params)
 
     @jax.jit

@@ -157,11 +157,11 @@ class _Graph:
             is_sharded = any(jax.typeof(x).sharding.spec)
             return unified, condition | ((x != 0).any() if is_sharded else x[(0,) * x.ndim] != 0)
 
-        replay, types = trees.trace_once(work, always, *args)
+        replay = trees.Replay(*jax.make_jaxpr(work, return_shape=True)(always, *args))
         return gate.branch(
             always,
             lambda *args: replay(*args),
-            lambda condition, *args: axes.unify(([*args[: len(old)]], condition), types),
+            lambda condition, *args: axes.unify(([*args[: len(old)]], condition), replay.types),
             always,
             *args,
         )
@@ -188,7 +188,7 @@ def leaf_by_leaf(
       order: a tree like ``(old, args)`` with an ``Order`` for each array.
     """
     leaves, treedef = jax.tree.flatten(old)
-    graph = _Graph(trees.trace_once(fn, old, *args)[0].program, jax.tree.leaves((old, args)))
+    graph = _Graph(jax.make_jaxpr(fn)(old, *args), jax.tree.leaves((old, args)))
     positions: list[Order] = jax.tree.leaves(order)
     graph.learn(graph.common(positions))
     # For each leaf and each ``Order.place``, the numbers of the arrays that are written together.

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
-from boostax.order import check
+from boostax.order import findings
 
 
 def scale_array(state: PyTree) -> jax.Array:
@@ -157,9 +157,9 @@ def dynamic_loss_scale(
     is_valid = any(isinstance(x, Tracer) for x in limits) or min_scale <= init_scale <= max_scale
     hint = f"Change init_scale, or the limits: min_scale={min_scale!r}, max_scale={max_scale!r}."
     checks.require(is_valid, who, "init_scale", init_scale, "between min_scale and max_scale", hint)
-    checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
+    checks.number(who, "growth_factor", growth_factor, "greater than 1", "Use 2.", above=1)
     hint = "Use 0.5."
-    checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
+    checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", hint, above=0, below=1)
     hint = "The interval is a number of clean steps; 2000 is the default."
     growth_interval = checks.positive_int(who, "growth_interval", growth_interval, hint)
     hint = "With 1, every overflow lowers the scale."
@@ -340,9 +340,8 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     Several scalers, or a scaler that some gradients bypass, are refused. The scale multiplies the
     complete loss, so a gradient that bypasses the scaler would remain multiplied.
     """
-    kinds = optax.MaskedState, optax.ConditionallyTransformState
     scalers = trees.telling(opt_state, protocols.Scaler)
-    masks = trees.find(opt_state, lambda x: isinstance(x, kinds))
+    masks = trees.find(opt_state, optax.MaskedState, optax.ConditionallyTransformState)
     partial = [mask for mask in masks if trees.telling(mask, protocols.Scaler)]
     if len(scalers) > 1 or partial:
         got = f"a scaler in a {type(partial[0]).__name__}" if len(scalers) == 1 else len(scalers)
@@ -386,7 +385,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       81920.0
     """
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
-    check.of_state("scale_loss", opt_state)
+    findings.of_state("scale_loss", opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
     product = wide * scale.astype(wide.dtype)
     scales = handshake.scales_in(opt_state)
@@ -403,7 +402,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
 def _positive(who: str, argument: str, value: float, hint: str) -> None:
     limits = jnp.finfo(jnp.float32)
     low, high = float(limits.tiny), float(limits.max)
-    checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
+    checks.number(who, argument, value, "a normal positive f32", hint, least=low, most=high)
 
 
 def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: int = 1) -> None:

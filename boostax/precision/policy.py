@@ -215,7 +215,7 @@ def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTre
             args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
             return fn(*args, **kwargs)
 
-        replay, _ = trees.trace_once(on_arrays, arrays)
+        replay = trees.Replay(*jax.make_jaxpr(on_arrays, return_shape=True)(arrays))
         lowered = interpret.rewrite(replay.program, functools.partial(_lowered, dtype=dtype))
         return replay._replace(program=lowered)(arrays)
 

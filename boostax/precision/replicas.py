@@ -138,8 +138,8 @@ def check_replicas(
     ) -> Stepped:
         axes.require_bound(names, _WHO)
         inner = state.inner_state
-        args = tx, grads, inner, params
-        heavy, _ = trees.trace_once(functools.partial(gate.call, *args, apply=apply, extra=extra))
+        call = functools.partial(gate.call, tx, grads, inner, params, apply=apply, extra=extra)
+        heavy = trees.Replay(*jax.make_jaxpr(call, return_shape=True)())
         versions = str([importlib.metadata.version(x) for x in ("jax", "jaxlib", "optax", "numpy")])
         numbers = tuple(map(_checksum, (versions, loss_program, str(heavy.program))))
         compared = () if replicas.owns_params(inner) else params

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, mismatch, placement, replicas, trees, types
+from boostax._core import axes, checks, gate, placement, replicas, trees, types
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 from boostax.precision import formats
@@ -249,8 +249,8 @@ def masters(params: types.State, opt_state: PyTree) -> types.State:
       >>> float(w[0]), float(boostax.precision.masters(w, state)[0])
       (1.0, 0.999755859375)
     """
-    mismatch.require_order("masters", "masters(params, opt_state)", params=params)
-    states = trees.find(opt_state, lambda x: isinstance(x, StoreState))
+    trees.require_order("masters", "masters(params, opt_state)", params=params)
+    states = trees.find(opt_state, StoreState)
     return states[0].master_params(params) if states else trees.at_least_float32(params)
 
 

@@ -92,7 +92,7 @@ def check_updates(
 
     def init_fn(params: PyTree) -> CheckUpdatesState:
         inner_state = gate.init_inner(tx, params)
-        if not names and trees.find(inner_state, replicas.is_per_replica):
+        if not names and trees.find(inner_state, replicas.PerReplica):
             allowed = "the replica axis around an optimizer with state per replica"
             hint = 'Replicas must skip together: tx = check_updates(inner, axis_name="data").'
             raise ValueError(checks.message(who, "axis_name", allowed, axis_name, hint))

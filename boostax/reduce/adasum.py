@@ -20,7 +20,7 @@ from boostax._core.replicas import PerReplica, require_like
 from boostax._core.types import PyTree
 from boostax.reduce import collectives, exchange, pairwise
 from boostax.reduce.codec import Arrays, Names
-from boostax.reduce.mean import reduced, reduction
+from boostax.reduce.mean import check_bytes, reduced, reduction
 from boostax.reduce.on_shards import on_shards
 
 Scope = Literal["leaf", "tree"]
@@ -173,7 +173,7 @@ class Options(NamedTuple):
         allowed = "'leaf' with shard_axes"
         hint = "Unsharded leaves would count once per shard. With check_vma=True, omit shard_axes."
         checks.require(is_valid, who, "scope", got=self.scope, allowed=allowed, hint=hint)
-        bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
+        bucket_bytes = check_bytes(who, self.bucket_bytes)
         return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
 
 
@@ -362,7 +362,7 @@ def adasum_delta(
     options = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        local = axes.to_varying(trees.first_state(tx, trees.at_least_float32(params)), replicas)
+        local = axes.to_varying(gate.init_optimizer(who, tx, params), replicas)
         return AdasumDeltaState(PerReplica(local), options.init(params))
 
     described = describe("adasum", "adasum", names)

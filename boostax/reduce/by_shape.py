@@ -55,7 +55,7 @@ class ByShapeState(NamedTuple):
 
     def distributed_items(self) -> list[tuple[PerReplica, int]]:
         """Return the distributed parts with their numbers of matrices, for ``reshard_state``."""
-        views = trees.find(self.inner_state, _is_distributed)
+        views = trees.find(self.inner_state, Distributed)
         return [pair for x in views for pair in zip(x.by_shape, map(len, self.order), strict=True)]
 
 

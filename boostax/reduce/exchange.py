@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, trees
 from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.pairwise import Bucket, Rows, grown, leafwise, power_of_two
@@ -386,8 +386,3 @@ class Grid(NamedTuple):
         # padding.
         x = rows[:, : self.lines * self.parts] if self.lines > 1 else rows
         return x.reshape(len(x), self.lines, -1)[..., :length].reshape(len(x), *self.shape[1:])
-
-
-def check_bytes(who: str, n: int | None) -> int | None:
-    """Return the argument ``bucket_bytes``, a positive number, or ``None`` for the default."""
-    return None if n is None else checks.positive_int(who, "bucket_bytes", n, "2**23 is 8 MiB.")

@@ -127,13 +127,13 @@ def compress(
     fading = "1 keeps the residual; SparseLoCo uses 0.95."
     if momentum is not None:
         hint = "Pass the momentum here instead of to the optimizer; 0.9 is usual."
-        checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+        checks.number(who, "momentum", momentum, "in [0, 1)", hint, least=0, below=1)
     if not error_feedback:
         hint = "momentum corrects delays by the residual. Pass momentum to the optimizer instead."
         checks.absent(who, "momentum", momentum, "None without feedback", hint)
-        checks.number(who, "decay", decay, "1 without feedback", lambda x: x == 1, fading)
+        checks.number(who, "decay", decay, "1 without feedback", fading, least=1, most=1)
     else:
-        checks.number(who, "decay", decay, "in (0, 1]", lambda x: 0 < x <= 1, fading)
+        checks.number(who, "decay", decay, "in (0, 1]", fading, above=0, most=1)
     for x in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "Pass lambda path, leaf: leaf.ndim < 2 for norms and biases."
         allowed = "a function of path and leaf, or a tree of bools"

@@ -18,7 +18,7 @@ from boostax._core import axes, checks, gate, protocols, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 from boostax.reduce import exchange
-from boostax.reduce.mean import all_reduce, reduction
+from boostax.reduce.mean import all_reduce, check_bytes, reduction
 
 Extended = optax.GradientTransformationExtraArgs
 # A flag for each fragment: whether a step synchronizes the fragment.
@@ -82,18 +82,18 @@ class _Rounds(NamedTuple):
         """Return the first state; refuse params that differ per replica."""
         is_valid = not any(kind & frozenset(self.names) for kind in axes.types(params))
         got = f"params that vary over {', '.join(self.names)}"
-        allowed = "equal on all replicas"
         hint = "Call init outside the mapped function, or before the replicas' params differ."
-        checks.require(is_valid, self.who, "params", got=got, allowed=allowed, hint=hint)
+        checks.require(is_valid, self.who, "params", got, "equal on all replicas", hint)
         wide = trees.at_least_float32(params)
         parts = [_part(wide, group) for group in self.members(params)]
+        outer = self.outer or optax.identity()
         inner = gate.init_optimizer(self.who, self.inner, params)
         return LocalUpdatesState(
             since_sync=jnp.zeros((), jnp.int32),
             syncs=jnp.zeros((), jnp.int32),
             anchor=jax.tree.map(_copy, params) if self.outer else None,
             reduction_state=tuple(self.reduce.init(part) for part in parts),
-            outer_state=tuple(trees.first_state(self.outer or optax.identity(), x) for x in parts),
+            outer_state=tuple(trees.unshared(outer.init(x), x) for x in parts),
             inner_state=replicas.PerReplica(axes.to_varying(inner, self.names)),
         )
 
@@ -395,7 +395,7 @@ def partitioning(
     who: str, argument: str, partitions: PyTree, hint: str, bucket_bytes: int | None = None
 ) -> Callable[[PyTree], list[list[int]]]:
     """Return a function from params to the indices of the leaves in each partition."""
-    bucket = exchange.check_bytes(who, bucket_bytes)
+    bucket = check_bytes(who, bucket_bytes)
     is_count = jax.tree_util.all_leaves([partitions])
     count = 0
     if bucket is not None:

@@ -158,8 +158,8 @@ def all_reduce(
     checks.choice(who, "divide", divide, When, "The default divides after the sum.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     if clip is not None:
-        checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, "SINGA's is 100.")
-    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
+        checks.number(who, "clip", clip, "greater than 0", "SINGA's is 100.", above=0)
+    bucket_bytes = check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
@@ -258,3 +258,8 @@ def _in_packs(
         for i, x in zip(kind, means, strict=True):
             result[i] = exchange.like(x, leaves[i])
     return result
+
+
+def check_bytes(who: str, n: int | None) -> int | None:
+    """Return the argument ``bucket_bytes``, a positive number, or ``None`` for the default."""
+    return None if n is None else checks.positive_int(who, "bucket_bytes", n, "2**23 is 8 MiB.")

@@ -23,6 +23,7 @@ from boostax._core.types import PyTree
 from boostax.reduce import exchange, selection
 from boostax.reduce.codec import Arrays, Codec, Message, Staged, packed, switched, unpacked
 from boostax.reduce.feedback import Dense, compress
+from boostax.reduce.mean import check_bytes
 
 # Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
 SMALL = 2**14
@@ -503,7 +504,7 @@ def threshold_reduce(
       count of any replica, so shapes are not static.
     """
     who = "threshold_reduce"
-    checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")
+    checks.number(who, "threshold", threshold, "0 or more", "SINGA's is 0.05.", least=0)
     _check_share(who, "capacity", capacity)
     cut = Cut(threshold, relative)
     largest = Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
@@ -514,12 +515,11 @@ def threshold_reduce(
 
 def _checked(who: str, codec: Largest, wire_dtype: DTypeLike | None) -> Largest:
     """Check the arguments of a codec, and set the dtype of its values on the wire."""
-    block = codec.block
-    if block is not None:
+    if (block := codec.block) is not None:
         block = checks.positive_int(who, "block", block, "Pass a length such as 1000.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     cut = dataclasses.replace(codec.cut, wire_dtype=wire)
-    bucket_bytes = exchange.check_bytes(who, codec.bucket_bytes)
+    bucket_bytes = check_bytes(who, codec.bucket_bytes)
     return dataclasses.replace(codec, block=block, cut=cut, bucket_bytes=bucket_bytes)
 
 
@@ -540,4 +540,4 @@ def _by_density(who: str, density: Density, codec: Largest) -> Codec:
 
 
 def _check_share(who: str, argument: str, value: float) -> None:
-    checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends 1%.")
+    checks.number(who, argument, value, "in (0, 1]", "0.01 sends 1%.", above=0, most=1)

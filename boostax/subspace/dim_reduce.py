@@ -273,15 +273,15 @@ def _initial(
     basis: Basis | PyTree, dtype: Dtype, residual: Residual, use_mean: bool, params: PyTree
 ) -> DimReduceState:
     rows, explained, mean = _parts_for(basis, params, dtype)
-    inner = () if residual is None else trees.first_state(residual, trees.at_least_float32(params))
+    wide = trees.at_least_float32(params)
+    inner = () if residual is None else trees.unshared(residual.init(wide), params)
     leaves = jax.tree.leaves(rows)
     dtypes = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
     # Without params there is one coordinate, which is 0.
     memory = empty(leaves[0].shape[0] if leaves else 1, jnp.result_type(jnp.float32, *dtypes))
     to_mean = jnp.zeros_like(memory.gradient)
     if use_mean and mean is not None:
-        gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
-        to_mean = project(rows, gap).astype(to_mean.dtype)
+        to_mean = project(rows, jax.tree.map(jnp.subtract, mean, wide)).astype(to_mean.dtype)
     counts = [jnp.zeros((), jnp.int32) for _ in range(4)]
     last = [jnp.zeros((), dtype) for dtype in (bool, jnp.float32, jnp.float32)]
     return DimReduceState(rows, explained, memory, to_mean, *counts, *last, residual_state=inner)

@@ -15,8 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import boostax
 from boostax._core.types import PyTree
 from boostax.reduce.mean import all_reduce
-from boostax.train.apply import apply_gradients
-from boostax.train.on_mesh import on_mesh
+from boostax.train.apply import apply_gradients, on_mesh
 from boostax.train.oracle import value_and_grad
 from boostax.train.step import make_train_step
 

@@ -20,8 +20,7 @@ from boostax.reduce.feedback import CompressedState
 from boostax.testing import _arrays as arrays
 from boostax.testing import _case
 from boostax.testing._case import Carry, Case, drawn, follow, laws_in, raises, train
-from boostax.train.apply import apply_gradients
-from boostax.train.on_mesh import on_mesh
+from boostax.train.apply import apply_gradients, on_mesh
 
 Fn: TypeAlias = Callable[..., PyTree]
 AXIS, _OTHER = "data", "other"
@@ -96,7 +95,7 @@ def results_are_typed_equal(case: Case) -> None:
     windows = [replica_grads(seed, jax.device_count()) for seed in range(2 * case.calls)]
     params, state = follow(jax.jit(mapped, donate_argnums=(0, 1)), start, windows)
     assert_like(case, params, train_mapped(case, "checked", windows)[0], "params")
-    for x in jax.tree.leaves(trees.find(state, is_per_replica)):
+    for x in jax.tree.leaves(trees.find(state, PerReplica)):
         assert x.shape[0] == jax.device_count(), "leading dimension"
 
 
@@ -165,7 +164,7 @@ def what_is_not_sent_waits(case: Case) -> None:
     for seed in range(4):
         grads = replica_grads(seed, replicas)
         sent, after = update(grads, state, params)
-        compressed = trees.find((state, after), lambda x: isinstance(x, CompressedState))
+        compressed = trees.find((state, after), CompressedState)
         old, new = (x.residual.local for x in compressed)
         state = after
         for name, residual in new.items():

@@ -86,7 +86,7 @@ class Setting(NamedTuple):
 
 
 def _scalers(state: PyTree) -> list[PyTree]:
-    return trees.find(state, lambda x: bool(holds(type(x)).scale))
+    return [x for x in trees.state_nodes(state) if holds(type(x)).scale]
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:

@@ -16,7 +16,7 @@ from boostax._core.placement import Placement
 from boostax._core.replicas import is_per_replica, without
 from boostax._core.types import PyTree
 from boostax.precision.formats import FORMATS
-from boostax.train.on_mesh import placement_of
+from boostax.train.apply import placement_of
 
 Gather = Literal["bfloat16", "int8"]
 _WHO = "gather_params"

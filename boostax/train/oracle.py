@@ -18,8 +18,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import axes, checks, handshake, interpret, jaxprs, mismatch, placement, trees
-from boostax._core.gate import Pending, gate_of
+from boostax._core import axes, checks, handshake, interpret, jaxprs, placement, trees
 from boostax._core.replicas import PerReplica, is_per_replica
 from boostax._core.trees import is_aside, is_masked
 from boostax._core.types import Grads, Params, PyTree, Value
@@ -29,7 +28,7 @@ from boostax.accumulate.aux import Aux, as_aux, drop_empty, total
 from boostax.accumulate.microbatch import Count, stacked_count
 from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
-from boostax.order import check
+from boostax.order import findings
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train import refusals
@@ -262,9 +261,9 @@ class Oracle(Generic[Value, Params, Grads]):
     ) -> tuple[Value, Grads]:
         """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
         inputs = {"params": params, "opt_state": opt_state, "batch": batch}
-        with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **inputs):
+        with trees.explaining(trees.require_order, _WHO, _CALL, **inputs):
             value, grads = self.with_aux(params, opt_state, batch, active, kwargs)
-            check.of_state(_WHO, opt_state)
+            findings.of_state(_WHO, opt_state)
             return (value if self.has_aux else value[0]), grads
 
     def with_aux(
@@ -414,7 +413,10 @@ class Oracle(Generic[Value, Params, Grads]):
         only ``fn`` receives, and ``how`` are options of ``microbatch``.
         """
         params = axes.to_varying(params, self.names)
-        evaluate = microbatch.microbatch(fn, self.count, has_aux=True, **how)
+        # One micro-batch needs no scan and no sums.
+        evaluate = fn
+        if self.count != 1:
+            evaluate = microbatch.microbatch(fn, self.count, has_aux=True, **how)
         try:
             return evaluate(params, batch, None, *args, **kwargs, **dict(more)), ()
         except auxiliary.UncountedError:
@@ -449,7 +451,7 @@ class Oracle(Generic[Value, Params, Grads]):
         watch = None if scale is None else self.watch
         if not self.reads and watch is None:
             return of_trained(trained)
-        replay, _ = trees.trace_once(of_trained, trained)
+        replay = trees.Replay(*jax.make_jaxpr(of_trained, return_shape=True)(trained))
         program = replay.program
         self.check(program, trained)
         operations = (eqn.primitive.name for eqn, _ in interpret.equations(program.jaxpr))
@@ -586,41 +588,3 @@ def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         raise ValueError(checks.message(_WHO, "loss_at", allowed, "params that differ", hint))
 
     return called
-
-
-def applied(
-    tx: optax.GradientTransformation,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    extra_args: Kwargs,
-    counted: jax.Array | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Apply gradients like ``apply_gradients``, without explanations of errors.
-
-    For ``counted``, see ``Pending``.
-    """
-    like = grads.local if isinstance(grads, Gradients) else grads
-    like = like.local if is_per_replica(like) and not is_per_replica(params) else like
-    trained = params
-    has_holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
-    if has_holes:
-        # Equinox's filters return None as the gradient of a function in a module.
-        trained = jax.tree.map(
-            lambda g, p: None if g is None else p,
-            like,
-            params,
-            is_leaf=lambda x: x is None or is_masked(x),
-        )
-    if (gate := gate_of(tx)) is not None:
-        pending = Pending(grads, counted=counted)
-        new, opt_state = gate.step(pending, opt_state, trained, apply=True, **extra_args)
-    else:
-        tx = optax.with_extra_args_support(tx)
-        updates, new_state = tx.update(grads, opt_state, trained, **extra_args)
-        # The f32 gradients of micro-batches would widen the moments of bf16 params.
-        is_alike = jax.tree.structure(opt_state) == jax.tree.structure(new_state)
-        opt_state = trees.cast_like(new_state, opt_state) if is_alike else new_state
-        new = trees.applied(trained, updates)
-    new = axes.placed_like(new, trained)
-    return (trees.put_back(new, params) if has_holes else new), opt_state

@@ -8,7 +8,6 @@ a gradient would be wrong.
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 from collections.abc import Callable
 
@@ -95,14 +94,11 @@ def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -
     # With ``check_vma=False``, JAX sums the cotangents of a sum over the replicas. The sum is
     # correct for a gradient that is computed outside of the mapped function and averaged over the
     # replicas. The sum is wrong for a gradient of one replica that is computed inside.
-
-    def is_backward(eqn: jaxprs.JaxprEqn, inside: bool) -> bool:
-        return inside or "transpose(" in str(eqn.source_info.name_stack)
-
-    pairs = interpret.equations(program.jaxpr, False, lambda *x: itertools.repeat(is_backward(*x)))
-    backward = (eqn for eqn, inside in pairs if is_backward(eqn, inside))
+    eqns = [eqn for eqn, _ in interpret.equations(program.jaxpr)]
+    backward = [eqn for eqn in eqns if "transpose(" in str(eqn.source_info.name_stack)]
+    inner = [eqn for eqn, _ in interpret.equations(backward)]
     kinds = "psum", "reduce_scatter"
-    sums = (x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
+    sums = [x for x in inner if x.primitive.name.removesuffix("_invariant") in kinds]
     if inside := axes.named(sums) & frozenset(names):
         raise ValueError(
             "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas "
@@ -147,7 +143,7 @@ def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
         if any(depends):
             # An unknown body could sum its operands over any axes that it names, so all these axes
             # are counted.
-            names.update(axes.named(inner for inner, _ in interpret.equations([eqn])))
+            names.update(axes.named([inner for inner, _ in interpret.equations([eqn])]))
         return [any(depends)] * len(eqn.outvars)
 
     interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)

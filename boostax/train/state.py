@@ -20,7 +20,7 @@ from boostax._core.replicas import PerReplica, owns_params, stack_replicas
 from boostax._core.transfer import is_key, place
 from boostax._core.types import PyTree
 from boostax.accumulate.microbatch import require_even
-from boostax.train.on_mesh import specs_of
+from boostax.train.apply import specs_of
 
 _WHO = "make_train_step"
 
