@@ -71,7 +71,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         checks.positive_int(_WHO, "keep", keep, "keep is the number of steps on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
-            # orbax would remove leftovers in the background, which may be too late.
+            # orbax would remove leftovers in the background, perhaps only after the next save has
+            # started.
             for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
                 # The target of a link does not belong to boostax, so only the link is removed.
                 leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
@@ -197,7 +198,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             )
         item = jax.tree.map(lambda leaf: leaf if leaf.size else None, saved)
         restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-        # The restore is partial, because versions of boostax differ in fields that are None.
+        # The restore is partial, because another version of boostax may have more or fewer fields
+        # that are None.
         args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
         state = self._read(step, state=args)["state"]
         state = jax.tree.map(

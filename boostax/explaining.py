@@ -169,7 +169,7 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree
     values: Any = [x.aval for equation, _ in interpret.equations(program) for x in equation.outvars]
     limits = [jnp.finfo(x.dtype) for x in values if jnp.issubdtype(x.dtype, jnp.floating)]
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
-    # Scaling by a power of two is exact unless a value underflows or overflows, as in f16.
+    # Scaling by a power of two is exact unless a value underflows or overflows, as it may in f16.
     if kwargs or is_abstract or any(x.tiny > 1e-30 for x in limits):
         return listed
     factor = 2.0 ** -(round(math.log2(loss_scale(state.opt_state))) or 8)

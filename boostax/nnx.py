@@ -215,11 +215,12 @@ class Optimizer(nnx.Optimizer[_M]):
             constants = placement.gathered(self.mesh, names, constants) if names else constants
             extra: dict[str, PyTree] = {"model_state": others, "constants": constants}
             (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
-            # Variables that the loss did not change keep their old values, because a mean over
-            # three replicas would round them.
+            # Variables that the loss did not change keep their old values, because a mean over the
+            # replicas may round them.
             mean = aux.combined.model_state
             new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, others)
-            # An overflow in the forward pass affects the variables even if the step is skipped.
+            # An overflow in the forward pass also reaches the variables, and a skipped step does
+            # not restore them. So they change only if all their new values are finite.
             keep = all_finite(new)
             nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, others))
             aux = auxiliary.as_given(aux.combined._replace(model_state=None), aux.other, loss_aux)

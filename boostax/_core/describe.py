@@ -73,7 +73,7 @@ class Holds(NamedTuple):
     params: bool = False
 
 
-# What was read from the ``update`` of each transformation, by key.
+# For the ``update`` of each transformation, the results of ``once`` by key.
 _READ = weakref.WeakKeyDictionary[PyTree, dict[PyTree, PyTree]]()
 
 

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from boostax._core import checks, trees
 from boostax._core.types import PyTree
 
-# NamedTuples in states that are not the state of a part.
+# The NamedTuples that occur in states, but are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 _OURS = re.compile(r"[\w.()]+: .+ must ", re.DOTALL)
 _MOVES = "boostax.migrate_state(opt_state, tx, params) converts the state of another chain."

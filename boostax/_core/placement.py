@@ -298,7 +298,7 @@ class Local(NamedTuple):
     indices: PyTree
 
 
-# A reduction of a ``Local`` and of shared values. The results are the means, the new
+# A function that reduces a ``Local`` and shared values. It returns the means, the new
 # ``Local.state`` and the new shared values. Only ``Local.state`` differs per replica.
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 

@@ -56,7 +56,8 @@ def as_dtype(x: PyTree, dtype: np.dtype) -> Any:
 
 def wide_dtype(x: PyTree) -> np.dtype:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
-    # Without x64, JAX converts a NumPy array of f64 to f32, so the dtype is JAX's dtype.
+    # Without x64, JAX converts a NumPy array of f64 to f32, so the dtype is that of
+    # ``jnp.result_type``.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
     if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
         return dtype
@@ -324,7 +325,7 @@ def aside(params: PyTree) -> PyTree:
     Without traced arrays, a float is trained, as in ``jax.grad``.
     """
     leaves, structure = jax.tree.flatten(params)
-    # The classes of the Python numbers that are trained.
+    # The classes of Python numbers that are trained and not constants.
     numbers: tuple[type, ...] = () if any(map(is_array, leaves)) else (int,)
     if not any(isinstance(x, Tracer) for x in leaves):
         numbers += (float, complex)

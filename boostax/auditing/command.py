@@ -111,8 +111,7 @@ def _audited(options: argparse.Namespace) -> Audit:
     params = inspect.signature(build).parameters.values()
     required = [x.name for x in params if x.default is x.empty and not str(x).startswith("*")]
     if hasattr(build, "lower") or len(required) > 1:
-        # This function is a step and not a function that builds a step, so the error has example
-        # code.
+        # ``build`` is a step and not a function that builds a step, so the error has example code.
         module, _, step = options.program.replace(".py:", ":").replace("/", ".").rpartition(":")
         made = "\n".join(f"    {x} = jax.ShapeDtypeStruct((64, 64), 'float32')" for x in required)
         names = {"name": options.program, "module": module, "step": step}

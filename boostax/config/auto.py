@@ -359,7 +359,7 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
         whose = sources.get(key, "")
         before = config.get(key, {})
         # A key of boostax may turn off a part that MindSpore's keys turn on, or add settings that
-        # they lack.
+        # MindSpore's keys do not have.
         adds = name == key and isinstance(value, Mapping)
         valid = not whose or (whose[0] == "M" and (adds or name in off))
         require(valid, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)

@@ -328,7 +328,8 @@ def scheduled_freeze(
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 
-    # A tuple of states is not an inner state, so the field of a tuple must have another name.
+    # With ``moments='per_group'``, the field has a tuple of states and not a state, so the field
+    # has another name.
     @describe(_WHO, "freeze", inner={"inner_state" if moments == "shared" else "inner_states": tx})
     def step_fn(
         grads: gate.Pending,

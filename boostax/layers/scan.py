@@ -133,8 +133,8 @@ class Stack:
         body = body if self.wrap is None else self.wrap(body)
         init = jax.tree.map(jnp.asarray, init)
         others = [x for x, i in zip(leaves, order, strict=True) if i is None]
-        # If ``jax.vmap`` maps one of these arrays, JAX would sum the cotangents of the accumulator
-        # over the mapped axis.
+        # If ``jax.vmap`` mapped one of these arrays, JAX would sum the cotangents of the
+        # accumulator over the mapped axis.
         hint = "Map the body instead: scan_layers(jax.vmap(body, in_axes=(0, None)), xs, layers)."
         error = _WHO, "init", "a mapped array", "outside jax.vmap", hint
         for x in (*jax.tree.leaves(init), *others):

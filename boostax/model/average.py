@@ -76,7 +76,7 @@ def _sampled(
         if weight is None:
             return lax.dynamic_update_index_in_dim(average, p, state.averaged % len(average), 0)
         n = (state.averaged + 1).astype(average.real.dtype)
-        # The first params overwrite the average, so a NaN before them has no effect.
+        # The first sampled params overwrite the average, so a NaN in the old average has no effect.
         return jnp.where(state.averaged == 0, p, average + weight(n) * (p - average))
 
     def write() -> Stepped:

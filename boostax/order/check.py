@@ -19,7 +19,7 @@ from boostax._core.types import PyTree
 from boostax.order import parts
 from boostax.order.findings import Finding, finding, findings, orders, scales
 
-# The findings in states of a structure.
+# For each structure of a state, the findings in such states.
 _OF_STATES: dict[PyTree, list[Finding]] = {}
 # Findings of which the user was warned, each with the structure of the state or ``None``.
 _WARNED: set[tuple[str, PyTree]] = set()
@@ -79,8 +79,8 @@ def report(
             allowed = "a chain whose parts fit each other" + " and the step" * (structure is None)
             allowed = f"the state of {allowed}" if argument == "opt_state" else allowed
             raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
-        # The state of a scaler does not show which factory made it, so warnings about all factories
-        # are compared by one name.
+        # The state of a scaler does not show which factory made the scaler. So in comparisons of
+        # warnings, all factories of scalers have the same name.
         text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
         if structure is None or not {(text, None), (text, structure)} & _WARNED:
             warnings.warn(f"{who}: {item}", stacklevel=stacklevel)

@@ -96,14 +96,14 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
     """
     for row in parts:
         name = row.part.name
-        # Freezing saves no work if it is inside another part.
+        # ``scheduled_freeze`` saves no work if it is inside another part.
         if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
         if row.role == "zero" and row.sides:
             yield finding("zero_in_partition", name=name)
-        # Without the axes of a reduction inside the gate, each replica would decide separately. The
-        # axes of a clip are not needed: they are axes of shards, which a gate reads from the types
-        # of the gradients.
+        # A gate without the axes of a reduction inside it would decide separately on each replica.
+        # The axes of a clip are not needed: they are axes of shards, which a gate reads from the
+        # types of the gradients.
         inside = (other for other in parts if row in other.holders and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):

@@ -77,7 +77,7 @@ class GroupLossScaleState(NamedTuple):
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
-    # The loss has the scale of the last group.
+    # The loss is multiplied by the scale of the last group.
     scale = property(lambda x: x.scales[..., -1], doc="The last group's scale, f32, for the loss.")
     scale_array = scale_array
     inner_ran = gradient_used = gate.flag

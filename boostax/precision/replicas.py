@@ -213,7 +213,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
 
 
 # The checksums that processes compare. The checksum of the loss also covers the types of the batch,
-# which its program contains.
+# because the program of the loss contains these types.
 _CHECKSUMS = "versions", "batch or loss", "update"
 
 

@@ -223,7 +223,7 @@ def store(
     return gate.gated(
         lambda params: _first(gate.init_optimizer(_WHO, tx, params), params, kind, rules, least),
         step_fn,
-        # No window is open in an optimizer without gates.
+        # ``flush`` changes nothing, because an optimizer without gates has no open window.
         lambda state, params, **extra: (params, state),
     )
 

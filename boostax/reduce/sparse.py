@@ -24,11 +24,11 @@ from boostax.reduce import exchange, selection
 from boostax.reduce.codec import Arrays, Codec, Message, Staged, packed, switched, unpacked
 from boostax.reduce.feedback import Dense, compress
 
-# Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
+# A leaf of up to SMALL elements may be copied, so the elements of the flat leaf are cut into rows.
 SMALL = 2**14
 TILE = 2048
 Magnitude = jax.Array | float
-# The first bit of each of the four codes in a byte.
+# The position of the first bit of each of the four codes in a byte.
 SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
@@ -72,7 +72,7 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     sizes = jnp.abs(values)
     large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
-    # Each element is divided before the sum, because the sum could overflow.
+    # Each element is divided before the sum, because a sum of undivided elements could overflow.
     pairs = ((x, jnp.maximum(x.sum(-1, keepdims=True), 1)) for x in (~large, large))
     parts = [jnp.where(x, sizes / count, 0) for x, count in pairs]
     means = trees.saturate(jnp.stack([x.sum(-1) for x in parts], -1), np.dtype(np.float32))
@@ -141,7 +141,7 @@ def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 _largest = _of_runs(selection.largest)
-# Reshape an array in the shape of ``add_at`` to the rows and columns of each run.
+# Reshape the result of ``add_at`` to the rows and columns of each run.
 cells = _of_runs(lambda x: x.transpose(0, 2, 1).reshape(-1, x.shape[1]))
 
 
@@ -236,8 +236,9 @@ class Largest(Codec):
             # In this shape, the indices of ``selection.at`` are ascending.
             shape = runs, rows // selection.BITS, columns, selection.BITS
             zeros = axes.unify(jnp.zeros(shape, trees.wide_dtype(values)), values)
-            # The replicas are added one by one. In a single scatter-add, the hardware would choose
-            # the order in which equal positions are summed, and replicas would diverge by rounding.
+            # The elements of the replicas are added replica by replica. In a single scatter-add,
+            # the hardware would choose the order in which equal positions are summed, and replicas
+            # would diverge by rounding.
             total, _ = lax.scan(
                 lambda total, sent: (add_at(total, sent[1], sent[0].astype(total.dtype)), None),
                 zeros,

@@ -29,7 +29,8 @@ from boostax.subspace import files
 Dtype = DTypeLike | None
 Names = tuple[str, ...]
 _FEW = "n_components is the dimension of the subspace; 32 to 40 are usual."
-# The number of additional rows, which find directions that the first product missed.
+# The number of directions that are computed in addition to ``k``, to find directions that the first
+# product missed.
 _SPARE = 2
 
 
@@ -331,8 +332,8 @@ def stored(tree: PyTree, dtype: Dtype) -> PyTree:
     return jax.tree.map(lambda p, kind: jnp.array(p, kind, copy=True), tree, kinds)
 
 
-# A stacked leaf x is (m, *leaf.shape). These functions are compiled one by one, so that outside jit
-# only the centred copy of one leaf exists at a time.
+# A stacked leaf x is (m, *leaf.shape). The functions below are compiled separately for each leaf,
+# so that outside jit only the centred copy of one leaf exists at a time.
 
 
 def wide_dtype(x: PyTree) -> np.dtype:

@@ -73,7 +73,8 @@ class Setting(NamedTuple):
             if self.case.scaled is not None:
                 grads = self.case.scaled(grads, state)
             else:
-                # A scaled loss would multiply the gradients by powers of two.
+                # A scaled loss would multiply the gradients by the scales, so this law multiplies
+                # the gradients, too.
                 product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
                 grads = jax.tree.map(lambda g: g * product, grads)
             return _case.applied(tx)(params, state, assume_scaled(grads, state))

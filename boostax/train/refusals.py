@@ -92,9 +92,10 @@ def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
 
 def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -> None:
     """Refuse a loss with ``jax.grad`` of a sum over the replicas, if ``check_vma=False``."""
-    # With ``check_vma=False``, JAX sums the cotangents of a sum over the replicas. The sum is
-    # correct for a gradient that is computed outside of the mapped function and averaged over the
-    # replicas. The sum is wrong for a gradient of one replica that is computed inside.
+    # With ``check_vma=False``, the gradient of a sum over the replicas is again a sum over the
+    # replicas. This second sum is correct for a gradient that is computed outside of the mapped
+    # function and averaged over the replicas. It is wrong for a gradient of one replica that is
+    # computed inside.
 
     def is_backward(eqn: jaxprs.JaxprEqn, inside: bool) -> bool:
         return inside or "transpose(" in str(eqn.source_info.name_stack)
@@ -145,8 +146,8 @@ def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
     def transfer(eqn: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
         if any(depends):
-            # An unknown body could sum its operands over any axes that it names, so all these axes
-            # are counted.
+            # ``eqn`` may have an unknown body, which could sum operands over any axes that it
+            # names. So all these axes are counted.
             names.update(axes.named(inner for inner, _ in interpret.equations([eqn])))
         return [any(depends)] * len(eqn.outvars)
 
