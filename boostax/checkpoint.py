@@ -211,7 +211,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if altered := [x for x in restored if restored[x] != record["leaves"][x]]:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
         state = resharding.resharded(state, target) if reshard else state
-        # On CPU, restored arrays share the host's memory, which XLA does not donate.
+        # On CPU, restored arrays share the host's memory, and XLA cannot reuse such memory for a
+        # donated array.
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
         return state, record["meta"]
 
@@ -237,8 +238,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
-            # orbax raises these errors for classes that it cannot compare, even if no file is
-            # damaged.
+            # orbax also raises these errors for classes of nodes that it cannot compare, even if no
+            # file is damaged.
             unlike = isinstance(error, (TypeError, IndexError))
             raise self._damaged(step, _first_line(error), unlike) from error
 

@@ -179,7 +179,7 @@ class Optimizer(nnx.Optimizer[_M]):
             filters: Any = self.wrt, nnx.RngKey, nnx.Param, ...
             graph, *states = nnx.split(model, *filters, **self.more)
             params, keys, frozen, others = nnx.as_pure(states)
-            # A loss with a key per replica may generate data from the key.
+            # A loss with a key per replica may generate data from the key, and needs no batch.
             is_valid = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given if rows are split over replicas"
             hint = "Pass the batch to loss_fn: arrays in its closure are not split over replicas."

@@ -145,7 +145,7 @@ index = lax.axis_index
 
 def varying(x: object) -> frozenset[str]:
     """Return the axes over which the type of ``x`` varies; empty if JAX does not track axes."""
-    # jax.typeof refuses a jax.ShapeDtypeStruct of a partly manual region.
+    # Where only some mesh axes are manual, ``jax.typeof`` refuses a ``jax.ShapeDtypeStruct``.
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 

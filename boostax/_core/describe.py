@@ -159,7 +159,7 @@ def describe(
     def decorate(update: Update) -> Update:
         @functools.wraps(update)
         def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            # The caller may pass Python numbers among the leaves.
+            # Arguments may have Python numbers as leaves; these numbers become arrays.
             args = jax.tree.map(
                 lambda x: jnp.asarray(x) if type(x) in (float, complex) else x, args
             )

@@ -45,7 +45,8 @@ JIT = ("jit", "pjit")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = ("call", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
-# The operands and results of such an equation are the inputs and results of its body.
+# The operands and results of an equation with one of these names are the inputs and results of its
+# body.
 THROUGH = (*JIT, *_CALLS, *CUSTOM, *_OTHERS)
 
 

@@ -40,8 +40,8 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     wide: list[jax.Array] = []
     for x in [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]:
         is_real = not jnp.iscomplexobj(x)
-        # The modulus of a finite complex number can overflow, so its real and imaginary part are
-        # compared.
+        # The modulus of a finite complex number can overflow, so the larger of its real and
+        # imaginary part replaces the modulus.
         size = lax.abs(x) if is_real else jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
         wide.append(trees.at_least_float32(size))
     in_pairs = functools.partial(_maxima, in_pairs=True)

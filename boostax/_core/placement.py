@@ -223,7 +223,7 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
     """
     named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
-    # For each dtype, the index, the sharded dimension and the spec of each leaf.
+    # For each dtype, a list with the index, the sharded dimension and the spec of each leaf.
     by_dtype: dict[np.dtype, list[tuple[int, int, P]]] = {}
     for i, (path, x) in enumerate(named):
         spec = placement.spec(path) or P()

@@ -155,7 +155,8 @@ _OF_STEPS = (HasMetrics, Gate, Window, Scaler, SumsGradients, ChoosesVariant, Ow
 _OF_ARRAYS = (KeepsMasters, NeedsAllParams, HasSummedParts, HasDistributedItems, HasServerParts)
 METHODS = {kind: _methods(kind) for kind in (*_OF_STEPS, *_OF_ARRAYS)}
 _NAMES = frozenset[str]().union(*METHODS.values())
-# The names of methods before 0.4. Without this table, boostax would ignore them without an error.
+# The names of methods before 0.4. Without this table, boostax would silently ignore methods with
+# these names.
 _BEFORE = """passed=inner_ran taken=gradient_used held=is_open known_by=scale_array
 whole=master_params own_params=owns_params whole_params=needs_all_params sums=sums_gradients
 shares=summed_parts dealt=distributed_items servers=server_parts coming=next_variant"""

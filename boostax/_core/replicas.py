@@ -48,7 +48,8 @@ class PerReplica(NamedTuple):
 
 
 _MARKED = PerReplica, ByBlock
-# ``jax.tree`` functions call this for every node, so this is a C function, which is faster.
+# ``jax.tree`` functions call ``is_per_replica`` for every node, so it is a C function, which is
+# faster than a Python function.
 is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
 
@@ -315,7 +316,7 @@ def spread_anew(
         means: list[jax.Array] = []
         for weights in np.maximum(np.minimum(new_ends[1:, None], old_ends[1:]) - low, 0) * replicas:
             # A weight below 1e-9 is a rounding error. The ``x[i]`` with this weight is left out,
-            # because a NaN in it would make the mean NaN.
+            # because a NaN in this ``x[i]`` would make the mean NaN.
             first, *others = np.flatnonzero(weights > 1e-9)
             parts = [x[i] * jnp.asarray(weights[i], x.real.dtype) for i in (first, *others)]
             means.append(sum(parts[1:], parts[0]) if others else x[first])

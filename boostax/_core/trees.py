@@ -313,7 +313,8 @@ def is_array(leaf: object) -> bool:
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-# ``jax.tree`` functions call these for every node, so these are C functions, which are faster.
+# ``jax.tree`` functions call these functions for every node, so they are C functions, which are
+# faster than Python functions.
 is_masked: Callable[[object], bool] = optax.MaskedNode.__instancecheck__
 is_none: Callable[[object], bool] = type(None).__instancecheck__
 

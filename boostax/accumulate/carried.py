@@ -26,7 +26,7 @@ from boostax._core.gate import Pending
 from boostax._core.types import PyTree
 
 Rule = Literal["max", "sum", "last"]
-# The rule of each carried leaf, by components of its path.
+# The rules of carried leaves; a key is a part of a leaf's path, such as ``router/bias``.
 Rules = Mapping[str, Rule]
 Carried = dict[str, jax.Array]
 
@@ -151,7 +151,7 @@ class _Carry(NamedTuple):
         if self.names:
             new = _over_replicas(rules, new, self.names)
         old_inner = state.inner_state
-        # The caller may have replaced the inner state by one without an open window.
+        # The caller may have replaced the inner state by a state without an open window.
         was_open = state.open & gate.held_open(old_inner)
         pending = Pending(without(grads.raw, rules))
         # ``last_finite`` is a field of the state of ``optax.apply_if_finite``.

@@ -281,7 +281,7 @@ class _Windows(NamedTuple):
         is_first = state.micro_step == 0
 
         def summed(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
-            # The first gradient of a window replaces the sum of the last window.
+            # The first gradient of a window replaces the sum of the previous window.
             total = axes.placed_like(old.astype(new.dtype) + new, old)
             total = jnp.where(is_first, axes.placed_like(new, old), total)
             if seed is not None and old.dtype == jnp.bfloat16:

@@ -100,8 +100,8 @@ def without_compiler_logs() -> Generator[None]:
 
 
 def _audited(options: argparse.Namespace) -> Audit:
-    # If a JAX plugin for absent devices is installed, it fails to start, and JAX cannot compile. So
-    # only the CPU platform is used.
+    # If a JAX plugin for absent devices is installed, the plugin fails to start, and JAX cannot
+    # compile. So only the CPU platform is used.
     if options.cpu_devices or (options.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
     if options.cpu_devices:
@@ -144,7 +144,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    # This formatter keeps the line breaks of the text.
+    # This formatter keeps the line breaks of the description.
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("boostax audit", description=__doc__, formatter_class=form)
     add = parser.add_argument

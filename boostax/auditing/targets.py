@@ -162,8 +162,8 @@ def compile_program(
     allowed = "a function, a TrainStep, or the result of lower() or compile()"
     hint = "Write boostax.audit(jax.jit(step), state, batch)."
     checks.require_type(callable(program), WHO, "program", got=program, allowed=allowed, hint=hint)
-    # The result of ``jax.jit`` has the methods ``trace`` and ``lower``. The result of ``jax.pmap``
-    # and wrappers have only ``lower``.
+    # The result of ``jax.jit`` has the methods ``trace`` and ``lower``. The results of ``jax.pmap``
+    # and of wrappers have only ``lower``.
     program = program if hasattr(program, "lower") else jax.jit(program)
     placed = {d for x in jax.tree.leaves(args) if (s := _sharding(x)) for d in s.device_set}
     devices = target_devices(target) if target is not None else tuple(placed)

@@ -35,7 +35,7 @@ class Waste:
         return f"{self.what}{f' ({self.where})' if self.where else ''}. {self.fix}"
 
 
-# The texts of each finding.
+# For each finding, its texts.
 WORDS = checks.table("boostax.auditing", "waste")
 # A finding about a smaller share of the params, or of the bytes on the wire, is not reported.
 _SMALL = 0.01

@@ -114,7 +114,7 @@ class Boost:
         drop = self.config.get("accumulate", {}).get("drop", "micro-batch")
         require(drop in ("micro-batch", "window"), "drop", drop)
         if drop == "window":
-            # If the scaler is inside the window, an overflow drops the whole window.
+            # The scaler moves into the window, so that an overflow drops the whole window.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
         return self._stacked(order, inner, axis_name=axis_name, tree=params, less_bn=less_bn)

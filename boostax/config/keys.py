@@ -91,8 +91,8 @@ def _schedule(options: types.SimpleNamespace) -> Data:
         for name, value in arguments.items():
             require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
-    # ``progressive`` and ``ramp`` freeze permanently, and need an explicit end. Other kinds end at
-    # MindSpore's default, 65536.
+    # ``progressive`` and ``ramp`` freeze permanently, and need an explicit end. Schedules of other
+    # kinds have MindSpore's default length, 65536.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
         arguments["total_steps"] = 65536
     schedule = boostax.freeze.freeze_schedule(kind, **arguments)

@@ -260,7 +260,8 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
             # empty path. So the shape decides whether a leaf belongs to the array.
             owner = None if owner == () and owners[()] not in (x.shape, x.shape[1:]) else owner
             known = holds(type(state))
-            # The sums of a window have a dimension for the terms of a loss.
+            # If a loss has terms, the sums of its window have an additional first dimension for the
+            # terms.
             window = getattr(state, "window", None)
             weight = getattr(getattr(window, "local", window), "weight", None)
             terms = (len(weight),) if isinstance(weight, dict) else ()

@@ -89,7 +89,7 @@ class Freezing:
         state = jax.eval_shape(self.tx.init, trees.masked(wide, plan.active(depth)))
         part = jax.tree.structure(state)
         if self.moments == "per_group":
-            # In the tuple of states, the state of each other depth counts as one leaf.
+            # In the tuple of states, the state of every depth except this one counts as one leaf.
             full = jax.tree.structure(tuple(state if d == depth else 0 for d in plan.drawn))
             first = plan.drawn.index(depth)
             return Pruning(full, part, tuple(range(first, first + part.num_leaves)))

@@ -192,9 +192,9 @@ def _scan_with_updates(
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
             old = _at(accumulator, i)
             args = i, old, stack.update(old, grads, finite)
-            # XLA:CPU would fuse the computation of each new slice with its write, and so copy the
-            # old arrays. XLA:CPU also removes optimization barriers, so the slices pass through a
-            # branch that is always taken.
+            # XLA:CPU would fuse the computation of each new slice with the write of the slice, and
+            # would then copy the old arrays. XLA:CPU also removes optimization barriers, so the
+            # slices pass through a branch that is always taken.
             new = lax.platform_dependent(
                 *args,
                 cpu=lambda i, *x: lax.cond(i >= 0, lambda old, new: new, lambda old, new: old, *x),

@@ -113,7 +113,8 @@ def _part(update: Callable[..., object]) -> Part:
     if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
     space = getattr(update, "__globals__", {})
-    # functools.wraps copies the name and module of the wrapped function, but not its globals.
+    # The package is read from the globals, because ``functools.wraps`` copies the name and module
+    # of the wrapped function, but not its globals.
     package = str(space.get("__name__", getattr(update, "__module__", ""))).partition(".")[0]
     what = first_line(space.get(name) if owner is None else kind)
     inner = _inner(name, values) if package == "optax" else ()

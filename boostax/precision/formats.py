@@ -24,7 +24,7 @@ from jax import lax
 
 from boostax._core import trees
 
-# At least this many elements share a scale; a row of a TPU's vector register also has 128 elements.
+# At least 128 elements share a scale, as many as are in a row of a TPU's vector register.
 BLOCK = 128
 _HALF = 0x8000
 # Bits of f32: a mask of all bits but the sign, infinity, and the step between powers of two.

@@ -31,7 +31,7 @@ from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 
 _WHO = "check_replicas"
-# The maximum number of leaves that are recorded if they differ.
+# The maximum number of different leaves that are recorded.
 _ROWS = 16
 
 

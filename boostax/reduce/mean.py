@@ -28,7 +28,7 @@ Op = Literal["mean", "sum"]
 class SumState(NamedTuple):
     """State of ``all_reduce(op="sum")``, without arrays, which shows that gradients are summed."""
 
-    # With this reduction inside, a window has on each replica a part of a sum.
+    # In a window around this reduction, the gradient of each replica is a part of a sum.
     sums_gradients = protocols.yes
 
 

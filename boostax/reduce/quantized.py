@@ -52,7 +52,7 @@ class Int8(Codec):
         if self.stochastic:
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
-        # The surrounding mesh may have devices that this machine does not have.
+        # The surrounding mesh may have devices of a platform that this machine does not have.
         device: Any = jax.sharding.get_abstract_mesh().abstract_device
         platform = device.platform if device is not None else jax.default_backend()
         # On a TPU, shorter rows would need a copy in another tiling.

@@ -233,12 +233,12 @@ class Largest(Codec):
                 sizes = jnp.where(codes >= 2, means[..., 1:], means[..., :1])
                 values = jnp.where(codes % 2 == 1, -sizes, sizes)[..., : x.view.sent]
             runs, rows, columns = x.view.cells
-            # In this shape, the indices of ``selection.at`` are ascending.
+            # For an array of this shape, ``selection.at`` returns ascending indices.
             shape = runs, rows // selection.BITS, columns, selection.BITS
             zeros = axes.unify(jnp.zeros(shape, trees.wide_dtype(values)), values)
             # The elements of the replicas are added replica by replica. In a single scatter-add,
-            # the hardware would choose the order in which equal positions are summed, and replicas
-            # would diverge by rounding.
+            # the hardware would choose the order of the elements at equal positions. The sums of
+            # different replicas would then differ by rounding.
             total, _ = lax.scan(
                 lambda total, sent: (add_at(total, sent[1], sent[0].astype(total.dtype)), None),
                 zeros,

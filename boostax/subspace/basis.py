@@ -350,7 +350,7 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return real inner products of rows (k, ...) and (m, ...): (k, m)."""
     dtype = jnp.promote_types(x.dtype, y.dtype)
     meshes = [jax.typeof(z).sharding.mesh for z in (x, y)]
-    # On Explicit axes the sharding of the small result must be given.
+    # With Explicit axes, JAX requires the sharding of the result.
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     where = NamedSharding(explicit[0], PartitionSpec()) if explicit else None
     inner = tuple(range(1, x.ndim))

@@ -219,7 +219,7 @@ def updates_have_the_dtypes_of_the_params(case: Case) -> None:
 
 def init_takes_shapes(case: Case) -> None:
     """Promise 1: ``init`` makes the same types of state from shapes as from arrays."""
-    # ``init`` does not need the axis to be bound.
+    # ``init`` also works if the axis is not bound.
     tx = case.make(optimizer(), "data" if case.distributed else None)
     params = arrays.example_params(jnp.bfloat16)
     state, expected = (tx.init(x) for x in (jax.eval_shape(lambda: params), params))

@@ -256,8 +256,8 @@ class TrainStep:
     def _of(self, state: TrainState) -> Programs:
         """Return the programs for a state's structure, and the types and specs of its params."""
         leaves = jax.tree.leaves(state.params)
-        # Inside another program, params are traced. They may have a sharding in their type, but
-        # have no attribute ``sharding``.
+        # Inside another program, the params are traced. Traced params have no attribute
+        # ``sharding``, but their types may have a sharding.
         is_placed = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
         is_placed = is_placed and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
         specs = jax.tree.map(lambda x: x.sharding, state.params) if is_placed else None

@@ -520,8 +520,7 @@ class Oracle(Generic[Value, Params, Grads]):
         return mapped
 
 
-# A function that makes the gradient function of a step from the gradient function and the policy of
-# a loss.
+# A function from the gradient function and the policy of a loss to the gradient function of a step.
 Around = Callable[[Oracle, Policy | None], Oracle]
 
 

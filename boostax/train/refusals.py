@@ -19,7 +19,7 @@ from boostax._core import axes, bcoo, checks, interpret, jaxprs, trees
 from boostax._core.types import PyTree
 
 _WHO = "value_and_grad"
-# Hints for a loss that does not accept an argument, by argument; "" is the batch.
+# For each argument, the hint for a loss that does not accept the argument; "" is the batch.
 _HINTS = {
     "": "Let loss_fn accept the batch: arrays in its closure are not split over replicas.",
     "scales": "Add scales=None to the arguments of loss_fn, and a boostax.precision.scale_boundary "
