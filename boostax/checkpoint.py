@@ -82,8 +82,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._manager = _Manager(self._path, options=options, item_handlers=handlers)
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # After an error, another process may have ended, and a save would wait for the shards of
-        # that process.
+        # After an error, another process may have ended. ``close`` would then wait for the shards
+        # of that process.
         if error is None or jax.process_count() == 1:
             self.close()
 

@@ -125,8 +125,8 @@ class Optimizer(nnx.Optimizer[_M]):
             # A program cannot accept a counter on one device together with params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))
-            # State with a leading dimension of replicas has the metadata of a param, which lack
-            # that dimension.
+            # State with a leading dimension of replicas gets the metadata of a param, and these
+            # metadata lack the leading dimension.
             boxes = jax.tree.leaves(self.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
             for box in boxes:
                 if box.has_metadata("out_sharding"):

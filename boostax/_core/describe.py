@@ -73,7 +73,7 @@ class Holds(NamedTuple):
     params: bool = False
 
 
-# For the ``update`` of each transformation, the results of ``once`` by key.
+# For each ``update`` function, the results that ``once`` has stored, by key.
 _READ = weakref.WeakKeyDictionary[PyTree, dict[PyTree, PyTree]]()
 
 

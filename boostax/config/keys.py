@@ -35,7 +35,7 @@ Factory: TypeAlias = Callable[..., Any]
 Tx: TypeAlias = optax.GradientTransformation
 Data: TypeAlias = dict[str, Any]
 DATA = checks.table("boostax.config", "order")
-# The factories of each key by kind; a key with a single factory has the kind "".
+# For each key, its factories by kind. A key with a single factory has only the kind "".
 PARTS: dict[str, dict[str, Factory]] = {
     key: {kind: pkgutil.resolve_name(name) for kind, name in kinds.items()}
     for key, kinds in (DATA["order"] | DATA["beside"]).items()
@@ -91,8 +91,8 @@ def _schedule(options: types.SimpleNamespace) -> Data:
         for name, value in arguments.items():
             require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
-    # ``progressive`` and ``ramp`` freeze permanently, and need an explicit end. Schedules of other
-    # kinds have MindSpore's default length, 65536.
+    # ``progressive`` and ``ramp`` freeze permanently, and need an explicit ``total_steps``.
+    # Schedules of other kinds have MindSpore's default length, 65536.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
         arguments["total_steps"] = 65536
     schedule = boostax.freeze.freeze_schedule(kind, **arguments)

@@ -231,8 +231,8 @@ def _following(
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of Optax's schedules, in the state of one depth, to the steps of the run."""
-    # optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams have these
-    # states.
+    # The states of ``optax.scale_by_schedule``, ``optax.add_decayed_weights`` and
+    # ``optax.inject_hyperparams``.
     classes = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
     return jax.tree.map(
         lambda x: x._replace(count=step) if type(x).__name__ in classes else x,

@@ -144,7 +144,8 @@ class Plan:
     def sharded_state(self) -> dict[str, PyTree]:
         """Return how a layer's state is sharded over the replicas, as a tree for each stack."""
         first_states = functools.partial(self.layers.first_states, self.tx, names=self.names)
-        # The types have no shardings, because JAX would check shardings on an Explicit mesh.
+        # Only shapes and dtypes matter here. So the types have no shardings, which JAX would check
+        # on an Explicit mesh.
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.types)
         specs = self.specs(jax.eval_shape(first_states, params))
         return jax.tree.map(lambda spec: sharded_dims(spec, self.names), specs)

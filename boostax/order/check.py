@@ -19,7 +19,7 @@ from boostax._core.types import PyTree
 from boostax.order import parts
 from boostax.order.findings import Finding, finding, findings, orders, scales
 
-# For each structure of a state, the findings in such states.
+# For each structure of a state, the findings in states with this structure.
 _OF_STATES: dict[PyTree, list[Finding]] = {}
 # Findings of which the user was warned, each with the structure of the state or ``None``.
 _WARNED: set[tuple[str, PyTree]] = set()

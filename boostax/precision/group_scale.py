@@ -355,8 +355,9 @@ def _between(name: str, value: float, low: float, high: float, hint: str) -> Non
     checks.number(_WHO, name, value, f"from {low!r} to {high!r}", lambda x: low <= x <= high, hint)
 
 
-# This is a custom_jvp and not a custom_vjp, so that JAX itself transposes the product. JAX then
-# preserves the value's varying axes, its batch dimension, and its position in a scan or a remat.
+# ``_edge`` is a custom_jvp and not a custom_vjp, so that JAX itself transposes the product with
+# ``ratio``. JAX then preserves the value's varying axes, its batch dimension, and its position in a
+# scan or a remat.
 _edge = jax.custom_jvp(lambda x, ratio: x)
 
 

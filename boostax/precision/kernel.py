@@ -110,7 +110,7 @@ def _step(
             elif ref.shape[-1] == width:
                 x = ref[at]
             else:
-                # A masked sum reads the column, because a TPU cannot slice a vector at an arbitrary
+                # A masked sum reads one column, because a TPU cannot slice a vector at an arbitrary
                 # element.
                 x = jnp.sum(jnp.where(in_column(ref), ref[...], 0), 1, keepdims=True)
             operands.append(x)

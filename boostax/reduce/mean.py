@@ -182,7 +182,7 @@ def all_reduce(
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
-    # A mean in f32 is a plain sum, which XLA shards by itself.
+    # If gradients are sent in f32, the reduction is a ``psum``, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)
     state = SumState() if op == "sum" else optax.EmptyState()
     update = describe(who, "mean", names)(update)

@@ -165,9 +165,9 @@ def combine_replicas(
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
         dots, difference, of_sum = _read(rows, nodes, units)
-        # For each leaf, ``nodes.pairs`` has the exponents of the units of the dot products. With
-        # ``together``, all leaves share each dot product, in units with the largest exponents of
-        # all leaves.
+        # The dot products of a leaf have units, whose exponents are in ``nodes.pairs``. With
+        # ``together``, all leaves share each dot product, and its units have the largest exponents
+        # of all leaves.
         tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
         partial = [dots, difference]
         if together:

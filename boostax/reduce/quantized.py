@@ -116,7 +116,8 @@ class _Slices(NamedTuple):
             leaf = chunk.indices[0]
             if chunk.block is None and not chunk.shapes[0][chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
-                # Leaves of different dtypes were computed in their widest dtype.
+                # Leaves of different dtypes were computed in their widest dtype, so ``more`` is
+                # cast to the dtype of its leaf.
                 late[leaf] = chunk.dim, more.astype(self.leaves[leaf].dtype)
             else:
                 more += lax.dynamic_index_in_dim(errors[k], replica, 0, keepdims=False)

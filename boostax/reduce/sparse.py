@@ -207,9 +207,9 @@ class Largest(Codec):
         wires = [two_bits(x) if self.cut.bits else (x,) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
-        # With the barrier, the sums are written once. Otherwise, a TPU's compiler would move the
-        # operations that read the sums before the transposition in ``cells``, and also write their
-        # results.
+        # With the barrier, the sums are written once. Otherwise, a TPU's compiler would put the
+        # operations that read the sums ahead of the transposition in ``cells``, and would also
+        # write the results of these operations.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _split_buckets(leaves, buckets, masks), strict=True)
         sent = [jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]

@@ -457,7 +457,7 @@ class Oracle(Generic[Value, Params, Grads]):
         if watch is not None and interpret.CUSTOM[1] in operations:
             from boostax.train import backward_rules
 
-            # The result is not sure if a keyword argument may be the scale itself.
+            # ``sure`` is False if a keyword argument or a constant may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
             watch(backward_rules.nonlinear(program, sure))
         return replay(trained)
