@@ -71,7 +71,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         checks.positive_int(_WHO, "keep", keep, "keep is the number of steps on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
-            # orbax would remove leftovers in the background, which may be too late.
+            # orbax would remove leftovers in the background, perhaps only after the next save has
+            # started.
             for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
                 # The target of a link does not belong to boostax, so only the link is removed.
                 leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
@@ -81,8 +82,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._manager = _Manager(self._path, options=options, item_handlers=handlers)
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # After an error, another process may have ended, and a save would wait for the shards of
-        # that process.
+        # After an error, another process may have ended. ``close`` would then wait for the shards
+        # of that process.
         if error is None or jax.process_count() == 1:
             self.close()
 
@@ -197,7 +198,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             )
         item = jax.tree.map(lambda leaf: leaf if leaf.size else None, saved)
         restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-        # The restore is partial, because versions of boostax differ in fields that are None.
+        # The restore is partial, because another version of boostax may have more or fewer fields
+        # that are None.
         args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
         state = self._read(step, state=args)["state"]
         state = jax.tree.map(
@@ -209,7 +211,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if altered := [x for x in restored if restored[x] != record["leaves"][x]]:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
         state = resharding.resharded(state, target) if reshard else state
-        # On CPU, restored arrays share the host's memory, which XLA does not donate.
+        # On CPU, restored arrays share the host's memory, and XLA cannot reuse such memory for a
+        # donated array.
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
         return state, record["meta"]
 
@@ -235,8 +238,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
-            # orbax raises these errors for classes that it cannot compare, even if no file is
-            # damaged.
+            # orbax also raises these errors for classes of nodes that it cannot compare, even if no
+            # file is damaged.
             unlike = isinstance(error, (TypeError, IndexError))
             raise self._damaged(step, _first_line(error), unlike) from error
 

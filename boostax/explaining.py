@@ -169,11 +169,11 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree
     values: Any = [x.aval for equation, _ in interpret.equations(program) for x in equation.outvars]
     limits = [jnp.finfo(x.dtype) for x in values if jnp.issubdtype(x.dtype, jnp.floating)]
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
-    # Scaling by a power of two is exact unless a value underflows or overflows, as in f16.
+    # Scaling by a power of two is exact unless a value underflows or overflows, as it may in f16.
     if kwargs or is_abstract or any(x.tiny > 1e-30 for x in limits):
         return listed
     factor = 2.0 ** -(round(math.log2(loss_scale(state.opt_state))) or 8)
-    # On a GPU, the order of a sum may differ between two runs.
+    # On a GPU, the order of the terms of a sum may differ between two runs.
     tolerance = max(float(x.eps) for x in limits) ** 0.5
     names = groups.few([*itertools.compress(trees.names(state.params), jax.jit(differs)(*args))])
     return [*listed, findings.finding("depends_on_scale", leaves=names)] if names else listed

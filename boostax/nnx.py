@@ -124,8 +124,8 @@ class Optimizer(nnx.Optimizer[_M]):
             # A program cannot accept a counter on one device together with params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))
-            # State with a leading dimension of replicas has the metadata of a param, which lack
-            # that dimension.
+            # State with a leading dimension of replicas gets the metadata of a param, and these
+            # metadata lack the leading dimension.
             boxes = jax.tree.leaves(self.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
             for box in boxes:
                 if box.has_metadata("out_sharding"):
@@ -178,7 +178,7 @@ class Optimizer(nnx.Optimizer[_M]):
             filters: Any = self.wrt, nnx.RngKey, nnx.Param, ...
             graph, *states = nnx.split(model, *filters, **self.more)
             params, keys, frozen, others = nnx.as_pure(states)
-            # A loss with a key per replica may generate data from the key.
+            # A loss with a key per replica may generate data from the key, and needs no batch.
             is_valid = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given if rows are split over replicas"
             hint = "Pass the batch to loss_fn: arrays in its closure are not split over replicas."
@@ -214,11 +214,12 @@ class Optimizer(nnx.Optimizer[_M]):
             constants = placement.gathered(self.mesh, names, constants) if names else constants
             extra: dict[str, PyTree] = {"model_state": others, "constants": constants}
             (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
-            # Variables that the loss did not change keep their old values, because a mean over
-            # three replicas would round them.
+            # Variables that the loss did not change keep their old values, because a mean over the
+            # replicas may round them.
             mean = aux.combined.model_state
             new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, others)
-            # An overflow in the forward pass affects the variables even if the step is skipped.
+            # An overflow in the forward pass also reaches the variables, and a skipped step does
+            # not restore them. So they change only if all their new values are finite.
             keep = all_finite(new)
             nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, others))
             aux = auxiliary.as_given(aux.combined._replace(model_state=None), aux.other, loss_aux)

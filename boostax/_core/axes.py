@@ -116,7 +116,7 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     return names
 
 
-# In a plain jit, XLA shards arrays but binds no axis. A train step would bind the replica axes.
+# In a plain jit, XLA shards arrays, and no axis is bound. A train step binds the replica axes.
 _IN_JIT = (
     "in plain jit omit axis_name and wrap the chain: boostax.on_mesh(tx, params, axis_name=...), "
     "or boostax.nnx.Optimizer(..., axis_name=...). boostax.make_train_step also binds the axis."
@@ -137,15 +137,15 @@ def require_bound(
             raise ValueError(checks.message(who, argument, allowed, got, hint)) from error
 
 
-# The number of replicas along the axes, and the index of this replica. The index of the first axis
-# varies slowest.
+# The number of replicas along the axes, and the index of this replica. If there are several axes,
+# replicas that differ only in the last axis have consecutive indices.
 size = lax.axis_size
 index = lax.axis_index
 
 
 def varying(x: object) -> frozenset[str]:
     """Return the axes over which the type of ``x`` varies; empty if JAX does not track axes."""
-    # jax.typeof refuses a jax.ShapeDtypeStruct of a partly manual region.
+    # Where only some mesh axes are manual, ``jax.typeof`` refuses a ``jax.ShapeDtypeStruct``.
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
@@ -304,8 +304,8 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     expected = tracked(names)
     for path, leaf in jax.tree.leaves_with_path(grads):
         missing = ", ".join(sorted(expected - varying(leaf)))
-        # Integers are not checked. They are indices of sparse gradients, which may be equal on all
-        # replicas.
+        # Integers are not checked: they are the indices of sparse gradients, and these indices may
+        # be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             got = f"{trees.path_name(path)!r}, which is already reduced over {missing}"
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))

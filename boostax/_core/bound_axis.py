@@ -78,7 +78,8 @@ def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
     """Return a transformation that calls the result of ``pick``; ``sample`` has its description."""
     sampled = gate_of(sample)
 
-    # A gate gets a ``Pending`` and the argument ``apply``; any other part gets gradients.
+    # The ``step`` of a gate gets a ``Pending`` and the argument ``apply``. The ``update`` of any
+    # other part gets gradients.
     @functools.wraps(sampled.step if sampled else sample.update)
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         raw = updates.raw if isinstance(updates, Pending) else updates

@@ -49,7 +49,7 @@ def needing(who: str, package: str, extra: str) -> Generator[None]:
 
 def positive_int(who: str, argument: str, value: object, hint: str) -> Any:
     """Require an integer of Python, NumPy or JAX from 1 to the largest i32; refuse a bool."""
-    # Inside ``optax.inject_hyperparams``, the value is traced.
+    # Inside ``optax.inject_hyperparams``, the value is traced and cannot be compared.
     if isinstance(value, Tracer):
         return value
     number = natural(who, argument, value, hint, "a positive integer", least=1)
@@ -100,7 +100,7 @@ def number(
     The value may equal ``least`` and ``most``, but not ``above`` or ``below``.
     """
     require_scalar(who, argument, value)
-    # Inside ``optax.inject_hyperparams``, the value is traced.
+    # Inside ``optax.inject_hyperparams``, the value is traced and cannot be compared.
     if isinstance(value, Tracer):
         return value
     try:

@@ -143,7 +143,7 @@ def describe(
     def decorate(update: Update) -> Update:
         @functools.wraps(update)
         def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            # The caller may pass Python numbers among the leaves.
+            # Arguments may have Python numbers as leaves; these numbers become arrays.
             args = jax.tree.map(
                 lambda x: jnp.asarray(x) if type(x) in (float, complex) else x, args
             )
@@ -219,7 +219,7 @@ def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
                 required[name] = required.get(name, False) or parameter.default is parameter.empty
             stack.extend(closure(node).values())
         elif isinstance(node, optax.MultiSteps) or (callable(node) and not inspect.isclass(node)):
-            # The function is, for example, a gate, a bound method, a partial or a jitted function.
+            # ``node`` is, for example, a gate, a bound method, a partial or a jitted function.
             stack.extend(getattr(node, "__dict__", {}).values())
             stack.extend(getattr(node, name, None) for name in ("__self__", "__func__", "func"))
     return required

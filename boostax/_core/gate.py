@@ -196,7 +196,8 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     The result has a set of numbers for each array. Params and gradients are numbered in the order
     of the leaves.
     """
-    # The types have no shardings, because an Explicit mesh would check the shardings.
+    # Only shapes and dtypes matter here. So the types have no shardings, which JAX would check on
+    # an Explicit mesh.
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(functools.partial(init_inner, tx), types)
     update = functools.partial(call, tx, apply=True, extra={"value": jnp.zeros(())})

@@ -74,8 +74,8 @@ class Labels:
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
     """Return the label of each leaf, from a tree like the params or a prefix of such a tree."""
     try:
-        # JAX's error would print the params, and printing donated params fails, so zeros replace
-        # them.
+        # JAX's error prints the tree. Donated params cannot be printed, so zeros replace the
+        # params.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
     except ValueError as error:
         # In an NNX optimizer, the params are arrays where ``groups`` may have variables, so only

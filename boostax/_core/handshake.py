@@ -48,10 +48,10 @@ class Mark:
 
 
 _MARKS: dict[int, tuple[weakref.ref[object], Mark]] = {}
-# A list of scales for each loss in the current trace. The outermost loss is first.
+# For each loss in the current trace, a list of its scales. The outermost loss is first.
 INSIDE: ContextVar[tuple[list[jax.Array], ...]] = ContextVar("inside", default=())
-# The factor of the innermost loss. The caches of jax.jit compare this context, so a trace for one
-# loss is not reused for another loss.
+# The scale that multiplies the innermost loss. The caches of jax.jit compare this context, so a
+# trace for one loss is not reused for another loss.
 FACTOR = jax.make_user_context(None)
 
 

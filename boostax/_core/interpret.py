@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 
-# No other check would notice a misread program, so these hints name the consequence.
+# No other check notices that boostax misreads a program, so these hints name the consequence.
 _TESTED = "Install tested versions in a checkout: pip install -c constraints.txt ."
 _MISSED = f"boostax would ignore the program of this equation. {_TESTED}"
 _MIXED = f"Constants would be confused with the carry. {_TESTED}"
@@ -45,7 +45,8 @@ JIT = ("jit", "pjit")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = ("call", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
-# The operands and results of such an equation are the inputs and results of its body.
+# The operands and results of an equation with one of these names are the inputs and results of its
+# body.
 THROUGH = (*JIT, *_CALLS, *CUSTOM, *_OTHERS)
 
 
@@ -97,7 +98,7 @@ def equations(
     pairs: list[tuple[jaxprs.JaxprEqn, Any]] = []
     for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
         pairs.append((eqn, context))
-        # The programs inside are a called program, branches, or parts of a loop.
+        # The programs in an equation are a called program, branches, or parts of a loop.
         values = jax.tree.leaves([*eqn.params.values()])
         bodies: Any = [getattr(x, "jaxpr", x) for x in values if isinstance(x, kinds)]
         inside = itertools.repeat(context) if enter is None else enter(eqn, context)
@@ -269,7 +270,7 @@ def of_data(
 
     def call(fixed: PyTree, arrays: dict[int, jax.Array]) -> list[jax.Array]:
         args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
-        # Results may contain names, None and Python numbers.
+        # Only arrays are returned, because results may also contain names, None and Python numbers.
         return [x for x in jax.tree.leaves(fn(fixed, *args, **kwargs)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)

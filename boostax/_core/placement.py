@@ -223,7 +223,7 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
     """
     named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
-    # For each dtype, the index, the sharded dimension and the spec of each leaf.
+    # For each dtype, a list with the index, the sharded dimension and the spec of each leaf.
     by_dtype: dict[np.dtype, list[tuple[int, int, P]]] = {}
     for i, (path, x) in enumerate(named):
         spec = placement.spec(path) or P()
@@ -298,7 +298,7 @@ class Local(NamedTuple):
     indices: PyTree
 
 
-# A reduction of a ``Local`` and of shared values. The results are the means, the new
+# A function that reduces a ``Local`` and shared values. It returns the means, the new
 # ``Local.state`` and the new shared values. Only ``Local.state`` differs per replica.
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 

@@ -48,7 +48,8 @@ class PerReplica(NamedTuple):
 
 
 _MARKED = PerReplica, ByBlock
-# ``jax.tree`` functions call this for every node, so this is a C function, which is faster.
+# ``jax.tree`` functions call ``is_per_replica`` for every node, so it is a C function, which is
+# faster than a Python function.
 is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
 
@@ -193,7 +194,8 @@ def specs_like(
                 lambda i, x: P(names, *without(owner_spec(i, x) or P(), names)), node
             )
         spec = owner_spec(path, node)
-        # Integers are counts or codes. Only codes have the spec of a param.
+        # Integers without the spec of a param are counts, which are not sharded. Quantized codes
+        # have the spec of their param.
         if not shared_out or (spec is None and not trees.is_inexact(node.dtype)):
             return spec or P()
         return shared_by(spec or P(), node.shape, names, shared_out)
@@ -293,10 +295,11 @@ def spread_anew(
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        # A traced array has no sharding with devices, but a sharding with mesh axes in its type.
+        # A traced array has no attribute ``sharding``, but its type has a sharding with mesh axes.
         sharding = getattr(x, "sharding", None) or jax.typeof(x).sharding
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-            # JAX cannot index a dimension whose type is sharded, so all devices get all replicas.
+            # JAX cannot index a dimension whose type is sharded, so each device gets the values of
+            # all replicas.
             x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(None, *sharding.spec[1:])))
         old = x.shape[0]
         if items is not None:
@@ -313,7 +316,7 @@ def spread_anew(
         means: list[jax.Array] = []
         for weights in np.maximum(np.minimum(new_ends[1:, None], old_ends[1:]) - low, 0) * replicas:
             # A weight below 1e-9 is a rounding error. The ``x[i]`` with this weight is left out,
-            # because a NaN in it would make the mean NaN.
+            # because a NaN in this ``x[i]`` would make the mean NaN.
             first, *others = np.flatnonzero(weights > 1e-9)
             parts = [x[i] * jnp.asarray(weights[i], x.real.dtype) for i in (first, *others)]
             means.append(sum(parts[1:], parts[0]) if others else x[first])

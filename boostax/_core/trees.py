@@ -26,7 +26,7 @@ from jax.tree_util import KeyPath
 from boostax._core import checks, jaxprs, protocols, types
 from boostax._core.types import PyTree, Structure
 
-# NamedTuples in states that are not the state of a part.
+# The NamedTuples that occur in states, but are not the state of a part.
 _NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
 _OURS = re.compile(r"[\w.()]+: .+ must ", re.DOTALL)
 _MOVES = "boostax.migrate_state(opt_state, tx, params) converts the state of another chain."
@@ -66,7 +66,8 @@ def as_dtype(x: PyTree, dtype: np.dtype) -> Any:
 
 def wide_dtype(x: PyTree) -> np.dtype:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
-    # Without x64, JAX converts a NumPy array of f64 to f32, so the dtype is JAX's dtype.
+    # Without x64, JAX converts a NumPy array of f64 to f32, so the dtype is that of
+    # ``jnp.result_type``.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
     if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
         return dtype
@@ -323,7 +324,8 @@ def is_array(leaf: object) -> bool:
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-# ``jax.tree`` functions call these for every node, so these are C functions, which are faster.
+# ``jax.tree`` functions call these functions for every node, so they are C functions, which are
+# faster than Python functions.
 is_masked: Callable[[object], bool] = optax.MaskedNode.__instancecheck__
 is_none: Callable[[object], bool] = type(None).__instancecheck__
 
@@ -335,7 +337,7 @@ def aside(params: PyTree) -> PyTree:
     Without traced arrays, a float is trained, as in ``jax.grad``.
     """
     leaves, structure = jax.tree.flatten(params)
-    # The classes of the Python numbers that are trained.
+    # The classes of Python numbers that are trained and not constants.
     numbers: tuple[type, ...] = () if any(map(is_array, leaves)) else (int,)
     if not any(isinstance(x, Tracer) for x in leaves):
         numbers += (float, complex)

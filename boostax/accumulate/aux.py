@@ -234,8 +234,8 @@ def over_replicas(
     local = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
     summed = jnp.float32(axes.size(names)) if weight is None else total(local, names)
     if weight is not None:
-        # The weight becomes its mean over the replicas, which is equal on all replicas. So the
-        # weights of a window, summed over calls and replicas, are the number of all tokens.
+        # Each replica returns the mean of the weights over the replicas. So the sum of these
+        # weights over the calls and replicas of a window is the number of all tokens.
         weight = summed / axes.size(names)
         grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
     loss, metrics = divide(lax.psum(weigh((loss, combined.metrics), local), names), summed)
@@ -243,7 +243,7 @@ def over_replicas(
 
     def mean(x: jax.Array) -> jax.Array:
         # Floats are averaged. Integers, such as counters, become the maximum over the replicas.
-        # Keys do not change.
+        # PRNG keys do not change.
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return lax.pmean(x, names) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, names)

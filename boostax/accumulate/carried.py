@@ -26,7 +26,7 @@ from boostax._core.gate import Pending
 from boostax._core.types import PyTree
 
 Rule = Literal["max", "sum", "last"]
-# The rule of each carried leaf, by components of its path.
+# The rules of carried leaves; a key is a part of a leaf's path, such as ``router/bias``.
 Rules = Mapping[str, Rule]
 Carried = dict[str, jax.Array]
 
@@ -125,7 +125,8 @@ class _Carry(NamedTuple):
     def init(self, params: PyTree) -> CarryState:
         """Return the first state, without an open window."""
         unused = [words for words in self.rules if not resolve({words: "last"}, params)]
-        # scheduled_freeze calls init with only some of the params; the other params are masked.
+        # ``scheduled_freeze`` masks some of the params in calls of ``init``, so a rule may match no
+        # param.
         is_valid = not unused or any(map(trees.is_masked, trees.nodes(params)))
         hint = "Pass parts of a path, such as 'router/bias'. The default is for fp8 of flax.linen."
         checks.require(is_valid, _WHO, "rules", got=unused, allowed="paths of params", hint=hint)
@@ -150,7 +151,7 @@ class _Carry(NamedTuple):
         if self.names:
             new = _over_replicas(rules, new, self.names)
         old_inner = state.inner_state
-        # The caller may have replaced the inner state by one without an open window.
+        # The caller may have replaced the inner state by a state without an open window.
         was_open = state.open & gate.held_open(old_inner)
         pending = Pending(without(grads.raw, rules))
         # ``last_finite`` is a field of the state of ``optax.apply_if_finite``.
@@ -202,7 +203,8 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """Return the rule of each carried leaf."""
-    # The first matching rule applies, so the rules are written in reverse order.
+    # The first matching rule applies. The rules are read in reverse order, so that an earlier rule
+    # overwrites a later rule.
     names = trees.names(tree) if rules else []
     last_first = reversed([*rules.items()])
     return {x: rule for words, rule in last_first for x in names if f"/{words}/" in f"/{x}/"}
@@ -248,7 +250,7 @@ def _over_replicas(rules: Rules, new: Carried, names: tuple[str, ...]) -> Carrie
     combined: Carried = {}
     for name, x in new.items():
         if rules[name] == "max":
-            # On XLA:CPU, the maximum of an all-reduce ignores NaN, so infinity replaces NaN.
+            # On XLA:CPU, an all-reduce by the maximum ignores NaN, so infinity replaces NaN.
             combined[name] = axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
             continue
         if rules[name] == "last":

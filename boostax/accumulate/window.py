@@ -245,7 +245,7 @@ class _Windows(NamedTuple):
         # Only ``every=1`` as a Python number needs no buffer. A schedule or a traced value may
         # become larger than 1.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
-            # Around optax.lookahead, only the fast params have gradients.
+            # With ``optax.lookahead`` inside, only the fast params have gradients.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
             weight: PyTree = jnp.float32(0) if self.normalize == "weight" else None
             weight = {x: jnp.float32(0) for x in self.terms} or weight
@@ -260,8 +260,8 @@ class _Windows(NamedTuple):
         """Add a gradient, and close the window after its last micro-step."""
         axes.require_local(grads.raw, self.names + self.averaged, _WHO)
         if self.averaged and self.normalize != "weight":
-            # The raw gradient is sent, because its product with the factors would first be written
-            # to memory.
+            # The replicas send ``grads.raw``. The product with ``grads.factors`` would be written
+            # to memory before it is sent.
             raw = trees.at_least_float32(grads.raw)
             mean = jax.tree.map(lambda x: reduced(x, self.averaged, "after"), raw)
             grads = grads._replace(raw=mean)
@@ -281,7 +281,7 @@ class _Windows(NamedTuple):
         is_first = state.micro_step == 0
 
         def summed(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
-            # The first gradient of a window begins the sum.
+            # The first gradient of a window replaces the sum of the previous window.
             total = axes.placed_like(old.astype(new.dtype) + new, old)
             total = jnp.where(is_first, axes.placed_like(new, old), total)
             if seed is not None and old.dtype == jnp.bfloat16:
@@ -301,8 +301,8 @@ class _Windows(NamedTuple):
         if state.window is None:
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
-        # A scaler inside this window checked that the gradients came from a scaled loss, before
-        # they were added.
+        # Before each gradient was added to ``sums``, a scaler inside this window checked that the
+        # gradient came from a scaled loss.
         sums = state.window.local if isinstance(state.window, PerReplica) else state.window
         sums = handshake.assume_scaled(sums, state.inner_state)
         ends = state.is_open()
@@ -325,14 +325,14 @@ class _Windows(NamedTuple):
         is_valid = weight is not None and terms == self.terms
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
         weight = axes.to_varying(jax.tree.map(jnp.float32, weight), self.names + self.averaged)
-        # A negative, too large or NaN weight becomes NaN. It makes the sum of the weights NaN, but
-        # ``weigh`` replaces the weighted gradients by zeros.
+        # A negative, too large or NaN weight becomes NaN. This NaN makes the sum of the weights
+        # NaN, but ``weigh`` replaces the weighted gradients by zeros.
         weight = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < _MOST), x, jnp.nan), weight)
         if not self.terms:
             return Window(weigh(grads, weight), weight)
         counts = jnp.stack([weight[name] for name in self.terms])
-        # A term with count 0 may have a nonzero sum. Its gradient was not divided by the count, so
-        # the factor is 1.
+        # A term with count 0 may have a nonzero sum. The gradient of such a term was not divided by
+        # the count, so the factor is 1.
         return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:

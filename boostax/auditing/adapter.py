@@ -17,7 +17,7 @@ from boostax._core.types import PyTree as PyTree
 from boostax.accumulate.window import AccumulateState
 from boostax.train.step import TrainStep as TrainStep
 
-# The function that errors name.
+# The name of the function in errors.
 WHO = "audit"
 
 

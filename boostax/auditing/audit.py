@@ -19,7 +19,7 @@ from boostax.auditing.hlo import Program, Ways
 from boostax.auditing.network import Network, on_wire
 from boostax.auditing.targets import Argument
 
-# The class of a state of Optax or boostax. Params may be an ``optax.LookaheadParams``.
+# This matches the class of a state, but not ``optax.LookaheadParams``, which are params.
 _STATE = re.compile(r"<class '(optax|boostax)\..*State'>")
 
 
@@ -97,8 +97,8 @@ class Audit:
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    # A key of ``metadata`` is the label of a row in the table. The value names the field by which
-    # the numbers of the row are divided.
+    # The key of ``metadata`` is the label of a row in the table. The value is the name of the field
+    # that divides the numbers of this row.
     reduced: Ways = field(metadata={"elements reduced": "params"})
     gradients: Ways = field(metadata={"of these gradients": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
@@ -319,8 +319,8 @@ def _buffers(program: Program, arguments: Sequence[Argument]) -> dict[str, Any]:
     reused = {used[i].path for i in program.aliased}
     donated = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
     in_vain = [x for x in donated if x.path not in reused]
-    # The number of results in new buffers, by type. An argument of the same type could have been
-    # donated.
+    # The number of results in new buffers, by type. For each such result, an argument of the same
+    # type could have been donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
     not_donated: list[Argument] = []

@@ -19,7 +19,7 @@ Shapes = Sequence[tuple[int, ...]]
 Axes = frozenset[str]
 
 REDUCES = ("all-reduce", "reduce-scatter")
-# Bytes that one of n devices sends on a ring, per byte of its operand.
+# The bytes that each of n devices sends on a ring, per byte of the operand.
 RING: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: n - 1,

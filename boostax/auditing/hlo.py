@@ -33,10 +33,11 @@ _REFERENCE = re.compile(r"%([\w.\-]+)")
 # Attributes that name the computations of an operation. ``called`` sorts these attributes, so the
 # branches are in order: false, then true.
 _BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
-# The folder of boostax. A user cannot fix waste in these source lines.
+# The folder of boostax. A user cannot fix waste in the source lines of boostax.
 _LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
 # The scope of the boostax transformation that made a conditional. A transformation in ``_WINDOWS``
-# decides by the number of calls. Other transformations decide by the values of gradients.
+# chooses the branch by the number of calls. Other transformations choose it by the values of
+# gradients.
 _GATE = r'op_name="[^"]*\bboostax\.(\w+)'
 _WINDOWS = ("accumulate", "local_updates")
 

@@ -162,13 +162,14 @@ def compile_program(
     allowed = "a function, a TrainStep, or the result of lower() or compile()"
     hint = "Write boostax.audit(jax.jit(step), state, batch)."
     checks.require_type(callable(program), WHO, "program", got=program, allowed=allowed, hint=hint)
-    # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
+    # The result of ``jax.jit`` has the methods ``trace`` and ``lower``. The results of ``jax.pmap``
+    # and of wrappers have only ``lower``.
     program = program if hasattr(program, "lower") else jax.jit(program)
     placed = {d for x in jax.tree.leaves(args) if (s := _sharding(x)) for d in s.device_set}
     devices = target_devices(target) if target is not None else tuple(placed)
     traced: Any = program.trace(*args) if hasattr(program, "trace") else None
     if placed <= set(devices) and (placed or target is None):
-        # The wrapper itself decides which arguments are arrays.
+        # A wrapper without ``trace`` decides in ``lower`` which arguments are arrays.
         return _finished(program.lower(*args) if traced is None else traced.lower(), devices)
     is_valid = isinstance(traced, jax.stages.Traced)
     hint = "Pass the wrapped jax.jit function, or build the program on the target's devices."
@@ -237,7 +238,7 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
     infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info)
     shardings = tree.flatten_up_to(compiled.input_shardings)
     pairs = zip(infos, shardings, strict=True)
-    # The first key only separates positional arguments from keyword arguments.
+    # The first key of a path only separates positional arguments from keyword arguments.
     arguments = tuple(Argument(keystr(path[1:]), info, x) for (path, info), x in pairs)
     running = list(next((x.device_set for x in shardings if x is not None), ()))
     machine = f"{len(running)} x {running[0].device_kind}" if running else "unknown"

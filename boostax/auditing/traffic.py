@@ -28,7 +28,7 @@ def counts(program: Program) -> dict[str, Ways | None]:
     A TPU's compiler writes its estimate of cycles, without communication, into the program; for
     other compilers ``cycles`` is ``None``.
     """
-    # A fusion is one operation of the schedule.
+    # A fusion counts as one operation, so the instructions inside it are left out.
     sites = [site for site in program.sites if not site.fused]
     moved = program.total((x.branches, repeated(_bytes(program, x), x.executions)) for x in sites)
     texts = [(x, x.instruction.attribute(r'"estimated_cycles":"(-?\d+)"')) for x in program.sites]

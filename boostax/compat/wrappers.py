@@ -23,8 +23,8 @@ from boostax._core.rule import GateState, gate
 from boostax._core.types import PyTree
 from boostax.accumulate.window import AccumulateState, accumulate
 
-# The function accepts updates, the number of optimizer steps and the params. It returns whether to
-# skip the updates, and the new ``skip_state``.
+# A ``ShouldSkip`` accepts updates, the number of optimizer steps and the params. It returns whether
+# to skip the updates, and the new ``skip_state``.
 ShouldSkip: TypeAlias = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 

@@ -114,7 +114,7 @@ class Boost:
         drop = self.config.get("accumulate", {}).get("drop", "micro-batch")
         require(drop in ("micro-batch", "window"), "drop", drop)
         if drop == "window":
-            # If the scaler is inside the window, an overflow drops the whole window.
+            # The scaler moves into the window, so that an overflow drops the whole window.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
         return self._stacked(order, inner, axis_name=axis_name, tree=params, less_bn=less_bn)
@@ -359,7 +359,7 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
         whose = sources.get(key, "")
         before = config.get(key, {})
         # A key of boostax may turn off a part that MindSpore's keys turn on, or add settings that
-        # they lack.
+        # MindSpore's keys do not have.
         adds = name == key and isinstance(value, Mapping)
         valid = not whose or (whose[0] == "M" and (adds or name in off))
         require(valid, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)

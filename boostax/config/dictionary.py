@@ -17,7 +17,7 @@ from boostax.config.refusals import WORDS, require
 
 Level = Literal["O0", "O1", "O2"]
 _WHO = "mindspore"
-# The keys of MindSpore, their defaults and the notes.
+# The keys of MindSpore, with their defaults and with notes for the user.
 DATA = checks.table("boostax.config", "mindspore")
 SWITCHES: tuple[str, ...] = tuple(DATA["switches"])
 LEVELS: dict[Level, list[str]] = DATA["levels"]
@@ -222,7 +222,8 @@ def from_singa(options: keys.Data) -> keys.Data:
     if "threshold" in options:
         elements = checks.natural("singa", "threshold", options["threshold"], WORDS["elements"][-1])
         require(elements < 2**29, "elements", elements)
-        # The size is in bytes of f32. With buckets of one byte, every leaf has a separate bucket.
+        # ``threshold`` becomes a number of bytes, 4 for each element. With buckets of one byte,
+        # every leaf has a separate bucket.
         options["threshold"] = max(4 * elements, 1)
     arguments = {used.get(x, x): y for x, y in options.items() if used.get(x, x)}
     with keys.speaking_of("singa", {argument: name for name, argument in used.items()}):

@@ -35,14 +35,14 @@ Factory: TypeAlias = Callable[..., Any]
 Tx: TypeAlias = optax.GradientTransformation
 Data: TypeAlias = dict[str, Any]
 DATA = checks.table("boostax.config", "order")
-# The factories of each key by kind; a key with a single factory has the kind "".
+# For each key, its factories by kind. A key with a single factory has only the kind "".
 PARTS: dict[str, dict[str, Factory]] = {
     key: {kind: pkgutil.resolve_name(name) for kind, name in kinds.items()}
     for key, kinds in (DATA["order"] | DATA["beside"]).items()
 }
 # For each role, the key of the part that a user's part of this role replaces or follows.
 PLACES: dict[str, str] = {role: key for key, roles in DATA["places"].items() for role in roles}
-# The key and the kind of each factory; the factory's name is also a key.
+# For the name of each factory, its key and kind. A configuration may use this name as a key, too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
 # With one of these arguments, dim_reduce starts at the first step.
@@ -91,7 +91,8 @@ def _schedule(options: types.SimpleNamespace) -> Data:
         for name, value in arguments.items():
             require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
-    # These two kinds freeze permanently and need an explicit end; MindSpore's default is 65536.
+    # ``progressive`` and ``ramp`` freeze permanently, and need an explicit ``total_steps``.
+    # Schedules of other kinds have MindSpore's default length, 65536.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
         arguments["total_steps"] = 65536
     schedule = boostax.freeze.freeze_schedule(kind, **arguments)
@@ -182,7 +183,8 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
         with speaking_of(who, DATA["renamed"]):
             options |= _MADE[who](types.SimpleNamespace(**options))
     if factory is boostax.dim_reduce and "source" not in place:
-        # Without a source, ``dim_reduce`` only records snapshots.
+        # Without a source of the basis, the chain has at most a recorder of snapshots, and no
+        # ``dim_reduce``.
         return [*filter(None, [options["basis"]]), *parts]
     names = inspect.signature(factory).parameters
     options = {name: x for name, x in options.items() if name in names}
@@ -192,7 +194,7 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
     if not arguments.get("after_decay"):
         return [tx, *parts]
     # MindSpore centralizes after coupled weight decay. The decay may be inside ``optax.masked``,
-    # which has no row, so the rows inside each part are read.
+    # which has no ``Row``. So the roles are read from the rows inside each part.
     parts = opened(chained(parts))
     kinds = ({row.role for row in rows(read(x))} for x in parts)
     before = [*itertools.takewhile(lambda x: x <= {"decay", *CLIPS}, kinds)]

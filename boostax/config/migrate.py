@@ -35,7 +35,7 @@ Tx: TypeAlias = optax.GradientTransformation
 Notes: TypeAlias = list[str]
 Path: TypeAlias = tuple[Any, ...]
 _WHO = "migrate_state"
-# The meaning of Optax's and other libraries' states, and the texts of the notes.
+# The meaning of the states of Optax and other libraries, and the texts of a report's notes.
 _DATA = checks.table("boostax.config", "migrate")
 _HOLDS = {name: Holds(**fields) for name, fields in _DATA["holds"].items()}
 _BECOMES = {name: pkgutil.resolve_name(row["is"]) for name, row in _DATA["becomes"].items()}
@@ -256,11 +256,12 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
             x = jnp.asarray(x)
             field = trees.path_name(rel if state is None else rel[:1])
             owner = next((rel[i:] for i in range(len(rel) + 1) if rel[i:] in owners), None)
-            # If the params are a single array, its path is empty, and every path ends with it. So
-            # the shape decides.
+            # If the params are a single array, its path is empty, and every path ends with the
+            # empty path. So the shape decides whether a leaf belongs to the array.
             owner = None if owner == () and owners[()] not in (x.shape, x.shape[1:]) else owner
             known = holds(type(state))
-            # The sums of a window have a dimension for the terms of a loss.
+            # If a loss has terms, the sums of its window have an additional first dimension for the
+            # terms.
             window = getattr(state, "window", None)
             weight = getattr(getattr(window, "local", window), "weight", None)
             terms = (len(weight),) if isinstance(weight, dict) else ()
@@ -426,7 +427,8 @@ def _incomplete(old: Leaves, new: Leaves, matches: Leaves) -> list[Path]:
         bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
         return [new[rel].path for rel in bound if bound != before or lacks & bound]
     owned = {rel: y.owner for rel, y in new.items() if y.owner is not None}
-    # A new second moment is zero. An old first moment, divided by its root, would be a huge step.
+    # A new second moment is zero. An old first moment, divided by the root of this zero, would be a
+    # huge step.
     broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
     wrong = {rel for rel, owner in owned.items() if owner in broken}
     # Counts without their moments would make the bias correction wrong.
@@ -442,7 +444,7 @@ def _require_same_scales(olds: list[Leaf], news: list[Leaf], matches: Leaves) ->
     before, after = ([x for x in y if x.field == x.holds.scale != ""] for y in (olds, news))
 
     def outside(at: Path, scalers: list[Leaf]) -> list[Any]:
-        # A scaler that is next to the optimizer does not divide the optimizer's gradients.
+        # A scaler whose inner state is ``None`` does not divide the optimizer's gradients.
         around = (x for x in scalers if getattr(x.state, "inner_state", ()) is not None)
         leaves = [matches.get(x.path, x) for x in around if at[: len(x.at)] != x.at]
         return [np.unique(x.value).tolist() for x in leaves]

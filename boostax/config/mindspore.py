@@ -30,7 +30,7 @@ from boostax.precision.policy import NORMS
 
 Data: TypeAlias = dict[str, Any]
 Tx: TypeAlias = optax.GradientTransformation
-# A number, a schedule, or the rate of each step.
+# A number, a schedule, or a list with the rate of each step.
 Rate: TypeAlias = Any
 _SPARED = "|".join((*NORMS, "beta", "gamma"))
 

@@ -89,7 +89,7 @@ class Freezing:
         state = jax.eval_shape(self.tx.init, trees.masked(wide, plan.active(depth)))
         part = jax.tree.structure(state)
         if self.moments == "per_group":
-            # In the tuple of states, the state of each other depth counts as one leaf.
+            # In the tuple of states, the state of every depth except this one counts as one leaf.
             full = jax.tree.structure(tuple(state if d == depth else 0 for d in plan.drawn))
             first = plan.drawn.index(depth)
             return Pruning(full, part, tuple(range(first, first + part.num_leaves)))
@@ -231,8 +231,8 @@ def _following(
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of Optax's schedules, in the state of one depth, to the steps of the run."""
-    # optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams have these
-    # states.
+    # The states of ``optax.scale_by_schedule``, ``optax.add_decayed_weights`` and
+    # ``optax.inject_hyperparams``.
     classes = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
     return jax.tree.map(
         lambda x: x._replace(count=step) if type(x).__name__ in classes else x,
@@ -328,7 +328,8 @@ def scheduled_freeze(
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 
-    # A tuple of states is not an inner state, so the field of a tuple must have another name.
+    # With ``moments='per_group'``, the field has a tuple of states and not a state, so the field
+    # has another name.
     @describe(_WHO, "freeze", inner={"inner_state" if moments == "shared" else "inner_states": tx})
     def step_fn(
         grads: gate.Pending,

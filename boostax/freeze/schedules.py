@@ -99,7 +99,8 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
         return _interval(groups, freeze_p, length, schedule.seed)
     if kind == "continuous":
         return _continuous(groups, freeze_p, fraction, length)
-    # Each group freezes permanently at a step whose ``power``-th root is evenly spaced.
+    # Each group freezes permanently at one step. The ``power``-th roots of these steps are evenly
+    # spaced.
     power = 3 if kind == "ramp" else 1
     times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
     begins = np.maximum(np.floor(length * times + 0.5), 1)
@@ -111,7 +112,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
     allowed = "below 1 for 'continuous', MindSpore's freeze_type 0"
     hint = "A cycle would never end. Use 'interval', which freezes nothing with freeze_p=1."
     checks.require(freeze_p < 1, _WHO, "freeze_p", freeze_p, allowed, hint)
-    # The steps of a cycle that train all groups, rounded as in MindSpore.
+    # The number of steps in a cycle that train all groups, rounded as in MindSpore.
     unfrozen = int(freeze_p * (groups - 1) // (1 - freeze_p))
     if fraction is None:
         cycle = unfrozen + groups - 1
@@ -275,8 +276,8 @@ class Plan:
         self.depths = schedule.depths(groups)
         self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
         self._labels, self._repeat = labels, repeat
-        # The end of the table counts as a change, because the schedule may repeat, and the first
-        # depth may differ from the last depth.
+        # The end of the table counts as a change: if the schedule repeats, the first depth follows,
+        # which may differ from the last depth.
         self.changes = np.append(np.flatnonzero(np.diff(self.depths)) + 1, len(self.depths))
 
     def active(self, depth: int) -> PyTree:

@@ -57,8 +57,7 @@ class LayeredOracle(Oracle):
         hint = "Layers are gathered from other replicas."
         got = "different per replica" if is_per_replica(params) else None
         checks.absent(_WHO, "params", got, "equal on all replicas with layers=", hint)
-        # The state of an optimizer repeats the tree of the params, which may have nodes such as NNX
-        # variables.
+        # Only an optimizer that runs in the backward loop has a ``LayersState``.
         states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
         local = Gradients(PartitionSpec(self.names))
         if self.mesh is None:

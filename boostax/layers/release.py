@@ -109,7 +109,7 @@ def released(
         value = value if apply else jax.tree.map(jnp.subtract, value, params)
         return value, LayersState(new.states, rest, new.finite, state.layers_skipped + new.skipped)
 
-    # No window is open in an optimizer without gates.
+    # ``flush`` changes nothing, because an optimizer without gates has no open window.
     return gate.gated(init_fn, step_fn, lambda state, params, **extra: (params, state))
 
 

@@ -76,7 +76,7 @@ def _sampled(
         if weight is None:
             return lax.dynamic_update_index_in_dim(average, p, state.averaged % len(average), 0)
         n = (state.averaged + 1).astype(average.real.dtype)
-        # The first params overwrite the average, so a NaN before them has no effect.
+        # The first sampled params overwrite the average, so a NaN in the old average has no effect.
         return jnp.where(state.averaged == 0, p, average + weight(n) * (p - average))
 
     def write() -> Stepped:
@@ -188,7 +188,8 @@ def average_params(
         return AverageParamsState(jnp.int32(0), jnp.int32(0), averages, inner_state)
 
     def after(state: AverageParamsState, inner: PyTree, moved: jax.Array, new: Callable) -> PyTree:
-        # If every step is sampled, XLA fuses a branch on ``moved`` with the optimizer's branch.
+        # If every step is sampled, the condition is ``moved`` itself: XLA then fuses this branch
+        # with the optimizer's branch.
         due = moved & (state.steps >= start) if start else moved
         due = due & ((state.steps - start) % every == 0) if every > 1 else due
         averages = _sampled(state, inner, due, new, weight)
@@ -244,7 +245,7 @@ def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
     hint = "Put boostax.model.average_params around the optimizer."
     state = trees.state_of(who, opt_state, AverageParamsState, hint)
     params = trees.arrays(params)
-    # A module also has leaves that are not params.
+    # ``params`` may be a module, which also has leaves that are not params.
     averages = dict(trees.named(state.averages))
     odd = sorted(averages.keys() - trees.names(params))
     hint = "Pass the params of the optimizer, or the module of these params."

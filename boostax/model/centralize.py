@@ -154,7 +154,7 @@ def centralize_gradients(
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)
-        # A pattern may match only masked params.
+        # If params are masked, a pattern may match only masked params, so patterns are not checked.
         masked = any(map(trees.is_masked, trees.nodes(params)))
         for pattern in patterns if names and not masked else ():
             valid = any(matches(name, pattern) for name in names)

@@ -151,7 +151,8 @@ def examine(
     def results(eqn: jaxprs.JaxprEqn, inputs: list[Flow]) -> list[Flow]:
         name = eqn.primitive.name
         if name in _ENDS:
-            # An inner branch ends first, so its verdicts are kept.
+            # An inner branch ends before its outer branch, so the outer branch does not overwrite
+            # existing verdicts.
             verdicts.update(_ended(name, [flow for flow in inputs if flow.nodes]) | verdicts)
         result = _union(inputs)
         label = str(eqn.params.get("name"))

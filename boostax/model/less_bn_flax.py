@@ -51,7 +51,7 @@ class LessBN(nn.Module):
                 return x if path in self.removed else result()
             same = {name: getattr(layer, name) for name in _SAME}
             start = nn.initializers.constant(self.multiplier)
-            # In the Dense's own scope the path of the kernel does not change.
+            # With the scope of the ``Dense`` as ``parent``, the path of the kernel does not change.
             return NormalizedDense(multiplier_init=start, parent=layer.scope, **same)(x)
 
         with _intercepted(replaced, len(self.path)):

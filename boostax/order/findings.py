@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 # The findings in chains, by ``update``, and whether the chains scale the loss.
 _OF_CHAINS = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding], bool]]]()
-# The findings in states of a structure.
+# For each structure of a state, the findings in states with this structure.
 _OF_STATES: dict[PyTree, list[Finding]] = {}
 # Findings of which the user was warned, each with the structure of the state or ``None``.
 _WARNED: set[tuple[str, PyTree]] = set()
@@ -117,8 +117,8 @@ def report(
             allowed = "a chain whose parts fit each other" + " and the step" * (structure is None)
             allowed = f"the state of {allowed}" if argument == "opt_state" else allowed
             raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
-        # The state of a scaler does not show which factory made it, so warnings about all factories
-        # are compared by one name.
+        # The state of a scaler does not show which factory made the scaler. So in comparisons of
+        # warnings, all factories of scalers have the same name.
         text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
         if structure is None or not {(text, None), (text, structure)} & _WARNED:
             warnings.warn(f"{who}: {item}", stacklevel=stacklevel)
@@ -185,14 +185,14 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
     """
     for row in parts:
         name = row.part.name
-        # Freezing saves no work if it is inside another part.
+        # ``scheduled_freeze`` saves no work if it is inside another part.
         if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
         if row.role == "zero" and row.sides:
             yield finding("zero_in_partition", name=name)
-        # Without the axes of a reduction inside the gate, each replica would decide separately. The
-        # axes of a clip are not needed: they are axes of shards, which a gate reads from the types
-        # of the gradients.
+        # A gate without the axes of a reduction inside it would decide separately on each replica.
+        # The axes of a clip are not needed: they are axes of shards, which a gate reads from the
+        # types of the gradients.
         inside = (other for other in parts if row in other.holders and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):

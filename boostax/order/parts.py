@@ -71,7 +71,7 @@ class Part:
     parallel: bool = False
 
 
-# This represents an unknown part of a combinator whose closure Optax has changed.
+# ``_HIDDEN`` represents an unknown part of a combinator whose closure Optax has changed.
 _HIDDEN = Part("(hidden)", "", "This version of Optax does not show the part")
 
 
@@ -109,11 +109,13 @@ def _part(update: Callable[..., object]) -> Part:
     if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
     space = getattr(update, "__globals__", {})
-    # functools.wraps copies the name and module of the wrapped function, but not its globals.
+    # The package is read from the globals, because ``functools.wraps`` copies the name and module
+    # of the wrapped function, but not its globals.
     package = str(space.get("__name__", getattr(update, "__module__", ""))).partition(".")[0]
     what = first_line(space.get(name) if owner is None else kind)
     inner = _inner(name, values) if package == "optax" else ()
-    # The second optimizer of sam also receives gradients, and its updates are subtracted.
+    # Both optimizers of ``sam`` receive gradients, and ``sam`` subtracts the updates of the second
+    # optimizer.
     parallel = package == "optax" and name in ("partition", "sam")
     return Part(name, package, what, settings=values, inner=inner, parallel=parallel)
 

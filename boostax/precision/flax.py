@@ -33,7 +33,7 @@ def _set_dtype(layer: Any, rules: Policy) -> None:
         class_name = type(layer).__name__
         keeps_f32 = rules.keeps(class_name) and "Norm" not in class_name
         dtype = np.dtype("float32") if keeps_f32 else rules.compute_dtype
-        # Linen freezes a bound module, but reads its dtype at each call.
+        # Linen refuses to set attributes of a bound module, but reads the dtype at each call.
         object.__setattr__(layer, "dtype", dtype)
 
 

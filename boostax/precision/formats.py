@@ -24,7 +24,7 @@ from jax import lax
 
 from boostax._core import trees
 
-# At least this many elements share a scale; a row of a TPU's vector register also has 128 elements.
+# At least 128 elements share a scale, as many as are in a row of a TPU's vector register.
 BLOCK = 128
 _HALF = 0x8000
 # Bits of f32: a mask of all bits but the sign, infinity, and the step between powers of two.
@@ -149,7 +149,7 @@ def _bfloat16(x: jax.Array, _: None, noise: jax.Array) -> jax.Array:
     size = bits & _SIZE
     most = _INFINITE - 1
     drawn = jnp.minimum(size + _shifted(noise, 16), most) & ~0xFFFF
-    # A NaN is converted directly, which results in NaN for every payload.
+    # ``astype`` converts a NaN without random rounding, and returns NaN for every payload.
     return jnp.where(size <= most, _float(drawn | (bits & ~_SIZE)), x).astype(jnp.bfloat16)
 
 
@@ -282,8 +282,8 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
         (bits & _SIZE, bits), zeros, lambda a, b: (lax.max(a[0], b[0]), lax.min(a[1], b[1])), inside
     )
     most, least = (jnp.expand_dims(y, inside) for y in ends)
-    # The maximum equals ``most``. Without the maximum, XLA would remove ``least`` for int8, which
-    # does not use ``least``.
+    # The maximum always equals ``most``. int8 does not use ``least``, so without the maximum XLA
+    # would remove ``least`` from the reduction.
     return _float(jnp.maximum(most, least)), least
 
 
@@ -321,5 +321,5 @@ def boostax_draw(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 draw = jax.jit(boostax_draw, static_argnums=1)
-# The steps, keyed by the names of their calls in a traced program.
+# The codec of each step, by the name of the step's calls in a traced program.
 CODECS = {"boostax_draw": Codec("draw", lambda index, seed: _hash(index ^ seed))}

@@ -77,7 +77,7 @@ class GroupLossScaleState(NamedTuple):
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
-    # The loss has the scale of the last group.
+    # The loss is multiplied by the scale of the last group.
     scale = property(lambda x: x.scales[..., -1], doc="The last group's scale, f32, for the loss.")
     scale_array = scale_array
     inner_ran = gradient_used = gate.flag
@@ -355,8 +355,9 @@ def _between(name: str, value: float, low: float, high: float, hint: str) -> Non
     checks.number(_WHO, name, value, f"from {low!r} to {high!r}", hint, least=low, most=high)
 
 
-# This is a custom_jvp and not a custom_vjp, so that JAX itself transposes the product. JAX then
-# preserves the value's varying axes, its batch dimension, and its position in a scan or a remat.
+# ``_edge`` is a custom_jvp and not a custom_vjp, so that JAX itself transposes the product with
+# ``ratio``. JAX then preserves the value's varying axes, its batch dimension, and its position in a
+# scan or a remat.
 _edge = jax.custom_jvp(lambda x, ratio: x)
 
 

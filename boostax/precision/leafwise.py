@@ -23,7 +23,8 @@ from boostax._core.interpret import JIT, body_of, equations, evaluate, excerpt
 from boostax._core.types import PyTree
 from boostax.precision import entries
 
-# The leaf numbers of arrays that belong to no leaf, such as counts, and of all small params.
+# The number of the leaf for arrays that belong to no leaf, such as counts, and for all small
+# params.
 COMMON, SMALL = -1, 0
 
 

@@ -294,7 +294,8 @@ def _scaled(
         checks.require_scalar(who, "scale", state.scale)
         if asks:
             require(who, state.scale, grads.raw, params)
-        # The reciprocal is split in two factors, because a number below 2**-126 is flushed to zero.
+        # The reciprocal of the scale is split into two factors, because a reciprocal below 2**-126
+        # would be flushed to zero.
         coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
         ok = axes.agree(unscaled.usable(), names) if skip else jnp.asarray(True)

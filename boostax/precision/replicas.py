@@ -31,7 +31,7 @@ from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 
 _WHO = "check_replicas"
-# The maximum number of leaves that are recorded if they differ.
+# The maximum number of different leaves that are recorded.
 _ROWS = 16
 
 
@@ -213,7 +213,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
 
 
 # The checksums that processes compare. The checksum of the loss also covers the types of the batch,
-# which its program contains.
+# because the program of the loss contains these types.
 _CHECKSUMS = "versions", "batch or loss", "update"
 
 

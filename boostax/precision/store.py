@@ -223,7 +223,7 @@ def store(
     return gate.gated(
         lambda params: _first(gate.init_optimizer(_WHO, tx, params), params, kind, rules, least),
         step_fn,
-        # No window is open in an optimizer without gates.
+        # ``flush`` changes nothing, because an optimizer without gates has no open window.
         lambda state, params, **extra: (params, state),
     )
 
@@ -275,7 +275,7 @@ def _order(params: PyTree, least: int, tree: PyTree) -> PyTree:
             return Order(COMMON)
         # The tree is ((params, low), (codes, scales)), followed by arrays that are only read.
         of_state = [getattr(key, "idx", None) for key in path[:2]] == [0, 1]
-        # Scales, at index 1, are written with their codes.
+        # Scales (``path[2].idx == 1``) are written together with their codes.
         field = trees.path_name(path[3 : 4 if path[2].idx == 1 else start]) if of_state else ""
         place = fields.setdefault(field, len(fields) + 1) if of_state else 0
         return Order(numbers.get(path[start:], SMALL), place, shardings.get(path[start:]))

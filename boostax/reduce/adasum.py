@@ -205,7 +205,7 @@ def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     sent = [_sent(x, levels, other, options) for x, other in zip(reals, over, strict=True)]
 
     def total(x: jax.Array) -> jax.Array:
-        # With ``check_vma=False``, no axes are known, and the sum is over all axes.
+        # With ``check_vma=False``, the varying axes are unknown, and the sum is over all ``names``.
         known = axes.varying(x)
         names = dict.fromkeys((*axes.with_shards(x, replicas), *options.shards))
         return lax.psum(x, tuple(name for name in names if not known or name in known))
@@ -376,8 +376,8 @@ def adasum_delta(
         old = state.inner_state.local
         # A gate inside would apply different steps on different replicas.
         gate.refuse_gates(who, gate.gates_in(old))
-        # If the devices of a server share one copy of the inner state, the updates are unvarying
-        # over the axes of the server.
+        # If the devices of a server share one copy of the inner state, the type of the updates is
+        # unvarying over the axes of the server.
         varies = frozenset[str]().union(*axes.types(old))
         over = (*replicas, *(name for name in inside if name in varies))
         # The inner optimizer computes in f32 or wider, as inside a gate.

@@ -164,8 +164,8 @@ def _require_independent(
     tx: gate.Extended, params: PyTree, state: PyTree, view: Distributed, shapes: Sequence[_Shape]
 ) -> None:
     """Refuse an optimizer if the update of a matrix depends on the path or on other matrices."""
-    # In a ``Distributed``, params have other paths, so the states of the two trees show whether a
-    # part depends on paths.
+    # ``params`` and ``view`` have the same params at different paths. So a comparison of the states
+    # for both trees shows whether a part depends on paths.
     by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
     by_slot = _parts_of_params(state, view)
     slot_of = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}

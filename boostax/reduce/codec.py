@@ -20,9 +20,10 @@ Names = tuple[str, ...]
 Send = Callable[[Arrays, PyTree, Names], "Message"]
 
 
-# A late correction changes the residual in this replica's slice of a leaf. It has the dimension
-# along which the leaf is cut into a slice per replica, and an array in the shape of the slice. The
-# correction is separate so that one pass computes, selects and writes the residual.
+# A late correction changes the residual in this replica's slice of a leaf. A correction is the
+# dimension along which the leaf is cut into a slice per replica, and an array in the shape of the
+# slice. Corrections are separate from residuals, so that one pass computes, selects and writes the
+# residual.
 Late = tuple[int, jax.Array]
 
 

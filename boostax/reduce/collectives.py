@@ -14,7 +14,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """
     if not axes.vmapped(names):
         if len(x) == 2:
-            # A TPU's all-to-all would send both rows.
+            # A TPU's all-to-all would send both rows, although one row remains on the replica.
             other = 1 - axes.index(names)
             row = lax.ppermute(lax.dynamic_slice_in_dim(x, other, 1), names, [(0, 1), (1, 0)])
             return lax.dynamic_update_slice_in_dim(x, row, other, 0)

@@ -28,8 +28,8 @@ from boostax.reduce.pairwise import Bucket, Rows, grown, leafwise, power_of_two
 # bytes in each slice are also packed, because 4 KiB is a tile of a TPU.
 SMALL = 2**16
 TOGETHER = 2**23
-# Bytes of a pack between processes on CPUs. With several packs, one pack is sent while another pack
-# is written.
+# The size in bytes of a pack that is sent between processes on CPUs. If there are several packs,
+# one pack is sent while another pack is written.
 MESSAGE = 2**20
 SMALL_SLICE = 2**12
 SLICE_TOGETHER = 2**16
@@ -226,16 +226,16 @@ def exchange(
     gathered = jnp.zeros((count, 1), jnp.int32)
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
-        # The reciprocal of a power of two is halved at each level of the tree of replicas. It must
-        # remain a normal number.
+        # The reciprocal of each power of two is halved at each level of the tree of replicas, and
+        # must remain a normal number.
         exponents = exponents if near_one else jnp.minimum(exponents, 100)
         exponents = axes.largest(exponents, common) if common else exponents
         gathered = axes.gather(exponents, names)
     buckets: list[Bucket] = []
     for chunk, x in zip(sent, arrays, strict=True):
         x = _shrunk(x, exponents, chunk.owners) if near_one else x
-        # The barrier keeps XLA from moving the cut before the rounding, so that a TPU rounds each
-        # gradient where it is computed.
+        # The barrier keeps ``cut`` after the rounding, so that a TPU rounds each gradient where the
+        # gradient is computed.
         message = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
         received = _arrived(collectives.exchange(cut(message, count, chunk.dim), names))
         buckets.append(Bucket([received[i].astype(x.dtype) for i in range(count)], chunk.owners))
@@ -271,7 +271,7 @@ def delivered(
       leaves: the leaves that were sent, which have the dtypes of the result.
     """
     near_one = bool(sent) and _is_narrow(wire)
-    # For each leaf, each slice has a power of two, which is also sent.
+    # Each replica also sends a power of two for its slice of each leaf.
     exponents = _exponents(sent, parts) if near_one else jnp.zeros(1, jnp.int32)
     gathered = exponents[None] if near_one else exponents
     for names in levels if near_one else ():
@@ -382,7 +382,7 @@ class Grid(NamedTuple):
     def slices(self, rows: jax.Array) -> jax.Array:
         """Invert ``rows``, for any number of slices."""
         length = math.prod(self.shape[1:]) // self.lines
-        # The first cut removes rows of padding. With a single line, the last cut removes all
-        # padding.
+        # This slicing removes rows of padding. With a single line, ``[..., :length]`` below removes
+        # all padding.
         x = rows[:, : self.lines * self.parts] if self.lines > 1 else rows
         return x.reshape(len(x), self.lines, -1)[..., :length].reshape(len(x), *self.shape[1:])

@@ -197,7 +197,8 @@ class _Feedback(NamedTuple):
         def leaves_of(tree: PyTree) -> list[PyTree]:
             return [treedef.flatten_up_to(tree)[i] for i in coded]
 
-        # Residuals are ``None`` without error feedback, and velocities without momentum.
+        # Without error feedback, the residuals are ``None``. Without momentum, the velocities are
+        # ``None``.
         old, velocity = map(leaves_of, (state.residual.local, state.velocity.local))
         flow = [exchange.real(leaves[i]) for i in coded]
         if self.error_feedback:
@@ -225,12 +226,13 @@ class _Feedback(NamedTuple):
         unsent = jnp.where(jnp.isfinite(total[1] + norm[1]), shares[1], shares[0])
         if self.momentum is not None:
             # An element whose residual equals ``target`` was not sent, so its velocity remains.
-            # The residual is compared before ``late`` is added.
+            # ``residual`` does not contain ``late`` in this comparison.
             flows = zip(residual, target, flow, velocity, strict=True)
             velocity = [if_finite(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
         means = {i: reduced(leaves[i], names, "after") for i in dense}
         for i, mean in zip(coded, message.means, strict=True):
-            # A codec could encode an infinite or NaN gradient as finite numbers.
+            # A codec could encode an infinite or NaN gradient as finite numbers, so NaN replaces
+            # the means.
             means[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
         return treedef.unflatten([means[i] for i in range(len(leaves))]), CompressedState(
             residual=replicas.PerReplica(spread(corrected if self.error_feedback else old)),
@@ -250,7 +252,7 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
     """
     rows: dict[int, PyTree] = {}
     new_state = state
-    # This becomes the largest capacity of all groups. Without leaves, it stays 0.
+    # ``capacity`` becomes the largest capacity of all groups, or stays 0 without leaves.
     capacity = jnp.zeros((), jnp.float32)
     for kind in exchange.kinds(leaves, axes.varying):
         part = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
@@ -271,7 +273,7 @@ def _merged(kind: list[int], old: list[PyTree], new: list[PyTree]) -> list[PyTre
 
 def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
     """Return the sum of ``norms.square_sums`` over all replicas, with ``growth`` added."""
-    # A growth may be negative, so rounding may make the total slightly negative.
+    # An element of ``growth`` may be negative, so rounding may make the total slightly negative.
     squares = [*norms.square_sums(leaves), *growth]
     return jnp.maximum(axes.summed(squares, lambda x: axes.varying(x) - frozenset(names), names), 0)
 

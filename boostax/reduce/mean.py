@@ -28,7 +28,7 @@ Op = Literal["mean", "sum"]
 class SumState(NamedTuple):
     """State of ``all_reduce(op="sum")``, without arrays, which shows that gradients are summed."""
 
-    # A window around this reduction contains each replica's part of a sum.
+    # In a window around this reduction, the gradient of each replica is a part of a sum.
     sums_gradients = protocols.yes
 
 
@@ -182,7 +182,7 @@ def all_reduce(
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
-    # A mean in f32 is a plain sum, which XLA shards by itself.
+    # If gradients are sent in f32, the reduction is a ``psum``, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)
     state = SumState() if op == "sum" else optax.EmptyState()
     update = describe(who, "mean", names)(update)

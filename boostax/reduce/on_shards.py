@@ -26,8 +26,8 @@ from boostax._core.replicas import specs_like
 from boostax._core.types import PyTree
 from boostax.reduce.codec import Names
 
-# Functions from gradients, per-replica values and shared values to means, new per-replica values
-# and new shared values.
+# An ``OnDevice`` function maps gradients, per-replica values and shared values to means, new
+# per-replica values and new shared values.
 Parts = tuple[PyTree, PyTree, PyTree]
 OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
 
@@ -70,7 +70,7 @@ def to_owners(
             means |= zip(local, call([leaves[i] for i in local]), strict=True)
         return [*means.values()], [False] * len(leaves)
 
-    # ``vmap`` maps the index of the replica, so JAX always calls the rule.
+    # ``vmap`` maps the index of the replica, so JAX always calls the rule of ``mean``.
     return mean(lax.axis_index(name), leaves)
 
 

@@ -165,8 +165,9 @@ def combine_replicas(
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
         dots, difference, of_sum = _read(rows, nodes, units)
-        # ``nodes.pairs`` has the exponents of the units of each leaf's dot products. If all leaves
-        # share their dot products, the exponents are the largest of all leaves.
+        # The dot products of a leaf have units, whose exponents are in ``nodes.pairs``. With
+        # ``together``, all leaves share each dot product, and its units have the largest exponents
+        # of all leaves.
         tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
         partial = [dots, difference]
         if together:
@@ -288,8 +289,9 @@ def _sum_of_squares(rows: Rows, nodes: Nodes, dots: jax.Array, units: jax.Array)
 def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array) -> Nodes:
     """Return the next level: each pair becomes a node, and the factors of its rows are updated."""
     aa, ab, bb = dots
-    # ``a.a`` is in units of ``4**tops[0]``, ``b.b`` of ``4**tops[1]``, and ``a.b`` of ``2**(tops[0]
-    # + tops[1])``. So ``a.b / a.a`` is in units of ``2**lead``, and ``a.b / b.b`` of ``2**-lead``.
+    # The units are ``4**tops[0]`` for ``a.a``, ``4**tops[1]`` for ``b.b``, and ``2**sum(tops)`` for
+    # ``a.b``. So the unit of ``a.b / a.a`` is ``2**lead``, and the unit of ``a.b / b.b`` is
+    # ``2**-lead``.
     lead = tops[1] - tops[0]
     left, right = nodes.pairs
     cross_left = left + lead
@@ -301,7 +303,7 @@ def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array)
     odd = nodes.exponents[2 * len(units) :]
     ones = jnp.ones(odd.shape, ab.dtype)
     shape = len(units), 2, units.shape[1]
-    # The index of the node that contains each row.
+    # For each row, the index of the node that contains the row.
     node = np.arange(len(nodes.factors.above)) >> nodes.level
     pairs = (jnp.broadcast_to(jnp.stack(x, 1), shape) for x in zip(of_a, of_b, strict=True))
     above, below = (jnp.concatenate([x.reshape(-1, shape[2]), ones]) for x in pairs)

@@ -52,7 +52,7 @@ class Int8(Codec):
         if self.stochastic:
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
-        # The surrounding mesh may have devices that this machine does not have.
+        # The surrounding mesh may have devices of a platform that this machine does not have.
         device: Any = jax.sharding.get_abstract_mesh().abstract_device
         platform = device.platform if device is not None else jax.default_backend()
         # On a TPU, shorter rows would need a copy in another tiling.
@@ -116,7 +116,8 @@ class _Slices(NamedTuple):
             leaf = chunk.indices[0]
             if chunk.block is None and not chunk.shapes[0][chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
-                # Leaves of different dtypes were computed in their widest dtype.
+                # Leaves of different dtypes were computed in their widest dtype, so ``more`` is
+                # cast to the dtype of its leaf.
                 late[leaf] = chunk.dim, more.astype(self.leaves[leaf].dtype)
             else:
                 more += lax.dynamic_index_in_dim(errors[k], replica, 0, keepdims=False)

@@ -38,7 +38,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     terms = [jnp.where(mask, bit, np.uint32(0)) for mask in masks]
     zeros = [np.uint32(0)] * len(terms)
     above, equal = lax.reduce(terms, zeros, lambda a, b: tuple(map(lax.bitwise_or, a, b)), (1,))
-    # Elements of magnitude ``least`` are chosen up to this position.
+    # Elements of magnitude ``least`` are chosen only before this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
     part = jnp.where(word == cut // BITS, (np.uint32(1) << cut % BITS) - np.uint32(1), 0)

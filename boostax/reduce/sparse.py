@@ -25,11 +25,11 @@ from boostax.reduce.codec import Arrays, Codec, Message, Staged, packed, switche
 from boostax.reduce.feedback import Dense, compress
 from boostax.reduce.mean import check_bytes
 
-# Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
+# A leaf of up to SMALL elements may be copied, so the elements of the flat leaf are cut into rows.
 SMALL = 2**14
 TILE = 2048
 Magnitude = jax.Array | float
-# The first bit of each of the four codes in a byte.
+# The position of the first bit of each of the four codes in a byte.
 SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
@@ -73,7 +73,7 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     sizes = jnp.abs(values)
     large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
-    # Each element is divided before the sum, because the sum could overflow.
+    # Each element is divided before the sum, because a sum of undivided elements could overflow.
     pairs = ((x, jnp.maximum(x.sum(-1, keepdims=True), 1)) for x in (~large, large))
     parts = [jnp.where(x, sizes / count, 0) for x, count in pairs]
     means = trees.saturate(jnp.stack([x.sum(-1) for x in parts], -1), np.dtype(np.float32))
@@ -142,7 +142,7 @@ def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 _largest = _of_runs(selection.largest)
-# Reshape an array in the shape of ``add_at`` to the rows and columns of each run.
+# Reshape the result of ``add_at`` to the rows and columns of each run.
 cells = _of_runs(lambda x: x.transpose(0, 2, 1).reshape(-1, x.shape[1]))
 
 
@@ -208,9 +208,9 @@ class Largest(Codec):
         wires = [two_bits(x) if self.cut.bits else (x,) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
-        # With the barrier, the sums are written once. Otherwise, a TPU's compiler would move the
-        # operations that read the sums before the transposition in ``cells``, and also write their
-        # results.
+        # With the barrier, the sums are written once. Otherwise, a TPU's compiler would put the
+        # operations that read the sums ahead of the transposition in ``cells``, and would also
+        # write the results of these operations.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _split_buckets(leaves, buckets, masks), strict=True)
         sent = [jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
@@ -234,11 +234,12 @@ class Largest(Codec):
                 sizes = jnp.where(codes >= 2, means[..., 1:], means[..., :1])
                 values = jnp.where(codes % 2 == 1, -sizes, sizes)[..., : x.view.sent]
             runs, rows, columns = x.view.cells
-            # In this shape, the indices of ``selection.at`` are ascending.
+            # For an array of this shape, ``selection.at`` returns ascending indices.
             shape = runs, rows // selection.BITS, columns, selection.BITS
             zeros = axes.unify(jnp.zeros(shape, trees.wide_dtype(values)), values)
-            # The replicas are added one by one. In a single scatter-add, the hardware would choose
-            # the order in which equal positions are summed, and replicas would diverge by rounding.
+            # The elements of the replicas are added replica by replica. In a single scatter-add,
+            # the hardware would choose the order of the elements at equal positions. The sums of
+            # different replicas would then differ by rounding.
             total, _ = lax.scan(
                 lambda total, sent: (add_at(total, sent[1], sent[0].astype(total.dtype)), None),
                 zeros,

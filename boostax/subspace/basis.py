@@ -29,7 +29,8 @@ from boostax.subspace import files
 Dtype = DTypeLike | None
 Names = tuple[str, ...]
 _FEW = "n_components is the dimension of the subspace; 32 to 40 are usual."
-# The number of additional rows, which find directions that the first product missed.
+# The number of directions that are computed in addition to ``k``, to find directions that the first
+# product missed.
 _SPARE = 2
 
 
@@ -331,8 +332,8 @@ def stored(tree: PyTree, dtype: Dtype) -> PyTree:
     return jax.tree.map(lambda p, kind: jnp.array(p, kind, copy=True), tree, kinds)
 
 
-# A stacked leaf x is (m, *leaf.shape). These functions are compiled one by one, so that outside jit
-# only the centred copy of one leaf exists at a time.
+# A stacked leaf x is (m, *leaf.shape). The functions below are compiled separately for each leaf,
+# so that outside jit only the centred copy of one leaf exists at a time.
 
 
 def wide_dtype(x: PyTree) -> np.dtype:
@@ -349,7 +350,7 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return real inner products of rows (k, ...) and (m, ...): (k, m)."""
     dtype = jnp.promote_types(x.dtype, y.dtype)
     meshes = [jax.typeof(z).sharding.mesh for z in (x, y)]
-    # On Explicit axes the sharding of the small result must be given.
+    # With Explicit axes, JAX requires the sharding of the result.
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     where = NamedSharding(explicit[0], PartitionSpec()) if explicit else None
     inner = tuple(range(1, x.ndim))

@@ -59,7 +59,8 @@ class SubspaceRule:
     towards_mean: bool = True
 
 
-# MindSpore 2.10 tries two lengths, begins with the identity, and rolls back if both lengths fail.
+# MindSpore 2.10 tries two step lengths, begins with the identity as the inverse Hessian, and rolls
+# back if both lengths fail.
 MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False)
 RULES: dict[RuleName, SubspaceRule] = {"boostax": SubspaceRule(), "mindspore": MINDSPORE}
 
@@ -253,7 +254,7 @@ def _parts_for(basis: Basis | PyTree, params: PyTree, dtype: Dtype) -> Parts:
       ValueError: the components do not fit the params.
     """
     if not jax.tree.leaves(params):
-        # optax.tree.map_params calls ``init`` without params for the structure of the state.
+        # ``optax.tree.map_params`` calls ``init`` without params to get the structure of the state.
         return params, _parts(None if callable(basis) else basis)[1], None
     rows, explained, mean = _parts(basis(params) if callable(basis) else basis)
     if any(map(trees.is_masked, trees.nodes(params))):
@@ -319,7 +320,7 @@ def _search_along(
         # If the snapshots oscillate around a minimum, the minimum is near their mean.
         downhill = (state.to_mean @ inside < 0) & ~state.memory.started
         direction = jnp.where(downhill, state.to_mean, direction)
-    # One read of the basis converts both vectors to trees like the params.
+    # One read of the basis converts ``direction`` and ``inside`` to trees like the params.
     both = lift(state.basis, jnp.stack([direction, inside][: 1 if residual is None else 2], 1))
     along, shadow = (jax.tree.map(lambda x, i=i: x[i], both) for i in (0, -1))
     wide = trees.at_least_float32(params)

@@ -38,7 +38,7 @@ def write(who: str, path: Path, arrays: PyTree) -> None:
         raise ValueError(checks.message(who, "path", "a .npz file", str(path), hint))
     host = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in host.items():
-        # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.
+        # NumPy writes foreign dtypes as raw bytes; ``read`` recognises only those of bfloat16.
         if x.dtype.isbuiltin != 1 and x.dtype != jnp.bfloat16:
             allowed = "of NumPy's dtypes or bfloat16"
             hint = "Compute the basis with another dtype=."

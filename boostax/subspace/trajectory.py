@@ -109,8 +109,8 @@ def record_trajectory(
             due, lambda: ((), _record(old, params)), (), old, apply=True, who=_WHO
         )
         # The updates depend on the branch, so that XLA overwrites donated params only after the
-        # branch has read them. Otherwise, XLA would copy the params. The count is never negative,
-        # but compilers do not know this.
+        # branch has read them. Otherwise, XLA would copy the params. ``new.recorded`` is never
+        # negative, but compilers do not know this.
         unknown = new.recorded < 0
         updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
         return updates, new._replace(steps=optax.safe_increment(state.steps))

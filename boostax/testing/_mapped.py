@@ -171,7 +171,7 @@ def what_is_not_sent_waits(case: Case) -> None:
             # A leaf that is sent dense has no residual.
             total = np.float64(grads[name]) + np.float64(0 if residual is None else old[name])
             waiting = 0.0 if residual is None else np.float64(residual).mean(0)
-            # Each rounding in f32 is relative to the sum over the replicas.
+            # The errors of rounding in f32 are relative to the sum over the replicas.
             scale = replicas * abs(total).max()
             error = abs(np.float64(sent[name]) + waiting - total.mean(0)).max() / scale
             assert error <= 2e-6, f"{name}: {error} of the gradients are lost at call {seed}"

@@ -73,7 +73,8 @@ class Setting(NamedTuple):
             if self.case.scaled is not None:
                 grads = self.case.scaled(grads, state)
             else:
-                # A scaled loss would multiply the gradients by powers of two.
+                # A scaled loss would multiply the gradients by the scales, so this law multiplies
+                # the gradients, too.
                 product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
                 grads = jax.tree.map(lambda g: g * product, grads)
             return _case.applied(tx)(params, state, assume_scaled(grads, state))
@@ -207,8 +208,8 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     more = setting._replace(replicas=int(setting.rng.choice([4, 8])))
     resharded = reshard_state(carry, more.replicas or 0)
     arrays.assert_same(reshard_state(resharded, 2), carry, "there and back")
-    # Training must continue with more replicas. Only NaN is an error in a state, because an unset
-    # limit is an infinity.
+    # Training must continue with more replicas. In the state, only NaN is an error, because a limit
+    # that is not set is infinite.
     params, state = follow(more.program(more.tx)[0], resharded, more.grads(case.calls))
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     assert norms.all_finite(params) and not any(jnp.isnan(x).any() for x in floats), "there"

@@ -338,10 +338,10 @@ def _stacked(grads: PyTree, place: Placement) -> PerReplica:
         allowed = f"unreduced over all axes {place.names}, or over no axis"
         hint = "Reduce over the other axes with jax.reshard first."
         checks.require({*spec.unreduced} == {*place.names}, _WHO, "gradients", spec, allowed, hint)
-        # In JAX 0.10.0, a spec has no ``partitions`` and is iterated.
+        # In JAX 0.10.0, a spec has no ``partitions``, but is itself a sequence of the partitions.
         parts = spec.partitions if hasattr(spec, "partitions") else tuple(spec)
         specs: PyTree = {"in_specs": spec, "out_specs": PartitionSpec(place.names, *parts)}
-        # With ``check_vma=True``, an unreduced value has no type.
+        # With ``check_vma=True``, JAX has no type for an unreduced value.
         mapped = functools.partial(jax.shard_map, mesh=place.mesh, check_vma=False, **specs)
         return mapped(lambda part: place.replicas * part[None])(x)
 

@@ -90,7 +90,8 @@ def gathering(
         names = [x if isinstance(x, tuple) else (x,) if x else () for x in entries]
         shards = [math.prod(place.mesh.shape[name] for name in dim) for dim in names]
         unsharded = without(spec, place.names)
-        # The first constraint shards the code like the param, so that XLA gathers the code.
+        # The first constraint shards the encoded param like the param, so that XLA gathers the
+        # encoded param and not the param.
         specs = PartitionSpec(*entries), unsharded
         shardings = [NamedSharding(place.auto_mesh, spec) for spec in specs]
         send = functools.partial(functools.reduce, lax.with_sharding_constraint, shardings)

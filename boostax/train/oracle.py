@@ -295,7 +295,8 @@ class Oracle(Generic[Value, Params, Grads]):
         rules = carried.declared(opt_state, params, _WHO)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
         terms = terms_of(opt_state)
-        # The loss is traced in this context, and the gradients are unscaled after the context.
+        # The loss is traced in this context. A scaler divides the gradients later, outside of the
+        # context.
         with axes.during(handshake.INSIDE, (*handshake.INSIDE.get(), handshake.scaled(opt_state))):
             params, params_specs, grads_specs = self.inputs(params, opt_state)
             if self.mesh is None:
@@ -389,8 +390,8 @@ class Oracle(Generic[Value, Params, Grads]):
                 grads = carried.restored(grads, new)
             return (loss, aux), grads
 
-        # For any number of micro-batches, carried records of cotangents must equal the records of
-        # the whole batch.
+        # Carried leaves may record the size of cotangents. These records must not depend on the
+        # number of micro-batches.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
         how: PyTree = {"dtype": self.dtype, "rules": rules}
@@ -458,7 +459,7 @@ class Oracle(Generic[Value, Params, Grads]):
         if watch is not None and interpret.CUSTOM[1] in operations:
             from boostax.train import backward_rules
 
-            # A keyword argument may be the scale itself.
+            # ``sure`` is False if a keyword argument or a constant may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
             watch(backward_rules.nonlinear(program, sure))
         return replay(trained)
@@ -521,8 +522,7 @@ class Oracle(Generic[Value, Params, Grads]):
         return mapped
 
 
-# A function that makes the gradient function of a step from the gradient function and the policy of
-# a loss.
+# A function from the gradient function and the policy of a loss to the gradient function of a step.
 Around = Callable[[Oracle, Policy | None], Oracle]
 
 

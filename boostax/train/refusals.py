@@ -18,7 +18,7 @@ from boostax._core import axes, bcoo, checks, interpret, jaxprs, trees
 from boostax._core.types import PyTree
 
 _WHO = "value_and_grad"
-# Hints for a loss that does not accept an argument, by argument; "" is the batch.
+# For each argument, the hint for a loss that does not accept the argument; "" is the batch.
 _HINTS = {
     "": "Let loss_fn accept the batch: arrays in its closure are not split over replicas.",
     "scales": "Add scales=None to the arguments of loss_fn, and a boostax.precision.scale_boundary "
@@ -91,9 +91,10 @@ def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
 
 def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -> None:
     """Refuse a loss with ``jax.grad`` of a sum over the replicas, if ``check_vma=False``."""
-    # With ``check_vma=False``, JAX sums the cotangents of a sum over the replicas. The sum is
-    # correct for a gradient that is computed outside of the mapped function and averaged over the
-    # replicas. The sum is wrong for a gradient of one replica that is computed inside.
+    # With ``check_vma=False``, the gradient of a sum over the replicas is again a sum over the
+    # replicas. This second sum is correct for a gradient that is computed outside of the mapped
+    # function and averaged over the replicas. It is wrong for a gradient of one replica that is
+    # computed inside.
     eqns = [eqn for eqn, _ in interpret.equations(program.jaxpr)]
     backward = [eqn for eqn in eqns if "transpose(" in str(eqn.source_info.name_stack)]
     inner = [eqn for eqn, _ in interpret.equations(backward)]
@@ -141,8 +142,8 @@ def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
 
     def transfer(eqn: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
         if any(depends):
-            # An unknown body could sum its operands over any axes that it names, so all these axes
-            # are counted.
+            # ``eqn`` may have an unknown body, which could sum operands over any axes that it
+            # names. So all these axes are counted.
             names.update(axes.named([inner for inner, _ in interpret.equations([eqn])]))
         return [any(depends)] * len(eqn.outvars)
 

@@ -211,7 +211,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       ['applied', 'micro_step', 'optimizer_steps', 'skipped']
     """
     gates = gates_in(opt_state)
-    # A window counts the calls that the gates inside the window skipped.
+    # A window also counts the calls that gates inside it skipped, so these gates are left out.
     windows = trees.telling(opt_state, protocols.Window)
     inside = {id(x) for window in windows for x in gates_in(window) if id(x) != id(window)}
     outer = (getattr(x, "skipped", None) for x in gates if id(x) not in inside)

@@ -247,7 +247,7 @@ class TrainStep:
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
         who = "make_train_step"
-        # A compiled step cannot accept other leaves, such as functions in a module.
+        # A compiled step cannot accept leaves that are not arrays, such as functions in a module.
         got = [(name, type(x).__name__) for name, x in trees.named(params) if not is_number(x)]
         hint = "Use eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss."
         checks.require_type(not got, who, "params", got[:6], "arrays", hint)
@@ -380,8 +380,8 @@ class TrainStep:
     def _of(self, state: TrainState) -> Programs:
         """Return the programs for a state's structure, and the types and specs of its params."""
         leaves = jax.tree.leaves(state.params)
-        # Inside another program, params are traced. They may have a sharding in their type, but
-        # have no attribute ``sharding``.
+        # Inside another program, the params are traced. Traced params have no attribute
+        # ``sharding``, but their types may have a sharding.
         is_placed = all(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves)
         is_placed = is_placed and bool(leaves) and not any(isinstance(x, Tracer) for x in leaves)
         specs = jax.tree.map(lambda x: x.sharding, state.params) if is_placed else None
@@ -512,7 +512,8 @@ class Programs:
         if "loss_program" in arguments:
             extra["loss_program"] = str(jax.make_jaxpr(value_fn)(params))
         if arguments.get("grad"):
-            # The gradient of the mean loss, in the units of the local gradients.
+            # The gradient of the mean loss, multiplied by the same loss scale as the local
+            # gradients.
             wide = trees.at_least_float32(grads if type(grads) is Gradients else Gradients(grads))
             if is_per_replica(wide.local):
                 wide = wide._replace(local=jax.tree.map(lambda g: g.mean(0), wide.local))
@@ -524,8 +525,8 @@ class Programs:
         counted = None if aux.weight is None or windows else any_items(aux.weight)
         params, opt_state = applied(self._tx, grads, opt_state, params, extra, counted)
         if model_state is not None and aux.model_state is not None:
-            # An overflow in the forward pass affects the model's statistics even if gradients are
-            # skipped.
+            # An overflow in the forward pass also reaches the model's statistics. So the old
+            # statistics remain if the step is skipped, or if new statistics are not finite.
             keep = outermost_passed(opt_state) & all_finite(aux.model_state)
             choose = functools.partial(jnp.where, keep)
             model_state = jax.tree.map(choose, aux.model_state, model_state)
@@ -563,8 +564,8 @@ def _mean_of_replicas(params: PerReplica) -> PyTree:
         # JAX refuses an index into a sharded dimension of an Explicit mesh.
         is_first = jnp.arange(len(x)) == 0
         first = jnp.where(is_first.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
-        # The mean of the differences to the first replica is 0 if all replicas are equal, so their
-        # mean is exact.
+        # If all replicas are equal, the mean of the differences to the first replica is 0, and the
+        # result is exact.
         means.append(first + (x - first).mean(0))
     return tree.unflatten(means)
 
