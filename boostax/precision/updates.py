@@ -58,14 +58,14 @@ def check_updates(
     checks the results of ``inner``. During this check, memory contains both the results and the old
     values. Use ``check_updates`` if ``inner`` can divide by zero, or if params are stored in f16.
     Place ``check_updates`` directly around the optimizer, inside scalers and windows:
-    ``dynamic_loss_scale(accumulate(check_updates(adamw), 8))``. A skip does not lower the loss
-    scale, because a lower scale would not help.
+    ``dynamic_loss_scale(accumulate(check_updates(adamw), 8))``. A skip by ``check_updates`` does
+    not lower the loss scale, because a lower scale would not help.
 
     Args:
       inner: the optimizer, which receives gradients and params in f32 or wider.
       axis_name: replica axis (or axes) over which replicas agree; required if ``inner`` has state
-        or params that differ per replica. With ``None``, a train step supplies its axis if a part
-        inside reduces; outside a train step, no axis is used.
+        or params that differ per replica. With ``None``, a train step supplies its axis if
+        ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``CheckUpdatesState``. Cost: 5 bytes of state; a temporary copy of the
@@ -99,7 +99,7 @@ def check_updates(
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     def checked(new: Stepped, state: CheckUpdatesState, params: PyTree, apply: bool) -> Stepped:
-        """Return params (``apply``) or updates, and state: new only if all values stay finite."""
+        """Return params (``apply``) or updates, and state; the old ones if not all are finite."""
         value = new[0]
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params

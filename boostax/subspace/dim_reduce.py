@@ -132,7 +132,7 @@ def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -
 
     .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
 
-    A loss that is not finite is never accepted.
+    A length whose loss is not finite is never accepted.
 
     Args:
       loss: :math:`L`, a function of the length along the direction.
@@ -354,18 +354,19 @@ def dim_reduce(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Take quasi-Newton steps with a line search inside the span of a basis.
 
-    With the rows of :math:`P` orthonormal, the gradient :math:`g` and the inverse Hessian
-    :math:`H` that BFGS has learnt in the coordinates,
+    Let the rows of :math:`P` be the orthonormal directions of the basis, :math:`g` the gradient,
+    and :math:`H` the inverse Hessian that BFGS has learnt in the coordinates of the directions. A
+    step is
 
     .. math::
-      d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g),
+      d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g).
 
-    where :math:`t` is the first of 1, 1/2, 1/4 and so on that decreases the loss enough. If ten
-    lengths fail, only the residual optimizer changes the params, and the next direction is shorter.
-    The first direction leads to the mean of the snapshots, if the mean is known and lies downhill.
-    Use ``dim_reduce`` to end a run: about ten steps replace a longer decay of the learning rate,
-    and further steps change little. A call whose loss or gradient is not finite is skipped, and
-    counted in ``skipped``.
+    The length :math:`t` is the first of 1, 1/2, 1/4 and so on that decreases the loss enough. If
+    ten lengths fail, only the residual optimizer changes the params, and the next direction is
+    shorter. The first direction leads to the mean of the snapshots, if the mean is known and lies
+    downhill. Use ``dim_reduce`` to end a run: about ten steps replace a longer decay of the
+    learning rate, and further steps change little. A call whose loss or gradient is not finite is
+    skipped, and counted in ``skipped``.
 
     Args:
       basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params with leaves
@@ -379,7 +380,7 @@ def dim_reduce(
       axis_name: replica axis, or axes, over which gradients are local. Coordinates and losses are
         averaged over these axes. A ``residual`` must reduce the remainder of the local gradients,
         :math:`g_r - P^\top P \bar g`, for example ``residual=chain(all_reduce("data"),
-        adamw(...))``. Use ``None`` after a reduction.
+        adamw(...))``. Use ``None`` if the gradients are already reduced.
       shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:

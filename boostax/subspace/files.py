@@ -50,7 +50,7 @@ def write(who: str, path: Path, arrays: PyTree) -> None:
 
 
 def read(who: str, path: Path, suffix: str, names: Collection[str] | None = None) -> PyTree:
-    """Return the arrays in a file by name, or only the arrays of these ``names``.
+    """Return the arrays in a file by name, or with ``names`` only the arrays of these names.
 
     For an ``.npy`` file, return the only array.
 

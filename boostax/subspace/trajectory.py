@@ -55,7 +55,7 @@ def record_trajectory(
     its oldest snapshot. Inside a loss scaler or a window only applied steps count as calls.
 
     A basis from the last snapshots of a run is better than a basis from all snapshots, because the
-    first snapshots differ by far the most.
+    first snapshots differ by far the most from all other snapshots.
 
     Args:
       size: number of stored snapshots, at least two.
@@ -166,7 +166,7 @@ def trajectory_basis(
     Args:
       opt_state: any state that contains a ``TrajectoryState``.
       n_components: number of directions, less than the number of snapshots.
-      params: the latest snapshot, which replaces the oldest snapshot.
+      params: the latest snapshot, which replaces the oldest snapshot in a full buffer.
       dtype: dtype of the components; ``None`` for f32 or wider.
       complete: whether to raise an error if the snapshots differ in fewer directions; with
         ``False`` the missing components are zero, as inside ``jit``.
