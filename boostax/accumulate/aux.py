@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Combine the auxiliary results of a loss over micro-batches, replicas and calls.
 
-All means follow one rule: weighted values and weights are summed, and the sums are divided once.
+All means follow one rule: the sum of the weighted values is divided once by the sum of the weights.
 
 The slices :math:`i` of a batch are micro-batches, replicas, or the calls of a window. Slice
 :math:`i` has the mean :math:`x_i` over :math:`w_i` tokens, and :math:`w_i` is the weight of the
@@ -62,7 +62,7 @@ class Aux(NamedTuple):
       means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert.
         The sums and the counts are added over micro-batches and replicas, and then divided once.
         The shapes of ``sum`` and ``count`` must broadcast. A count of 0 gives 0. The gradient
-        function returns the quotients in ``means``, with the mean of each term of the loss.
+        function returns the quotients in ``means``, and adds the mean of each term of the loss.
 
     Example:
       >>> import boostax

@@ -189,7 +189,7 @@ def accumulate(
       (-2.0, True)
 
     References:
-      Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
+      ``benchmarks/results/accumulation.md`` compares ``accumulate`` with ``optax.MultiSteps``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
     hint = "every is a number of micro-steps, or a function of optimizer_steps."

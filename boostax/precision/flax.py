@@ -25,7 +25,7 @@ with checks.needing("boostax.precision.flax", "Flax", "workloads"):
 
 
 def _set_dtype(layer: Any, rules: Policy) -> None:
-    """Set the dtype in which a layer computes, or a norm returns its result, if it has no dtype."""
+    """Set the dtype of a layer's arithmetic or a norm's result, unless the layer has a dtype."""
     # An ``nnx.Embed`` without a dtype copies the dtype of its params.
     is_copy = isinstance(layer, nnx.Embed) and layer.dtype == layer.param_dtype
     if is_copy or (hasattr(layer, "dtype") and layer.dtype is None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-bit formats of arrays with random rounding: bf16, and 8 bits in blocks, linear or log.
+"""Low-bit formats with random rounding: bf16, and 8-bit codes in blocks, linear or logarithmic.
 
 A number between two neighbouring values of a format is rounded to one of these values, with
 probabilities that preserve the mean. So many small changes accumulate instead of being lost. The
@@ -67,7 +67,7 @@ def index_in(shape: tuple[int, ...], strides: Sequence[int] | None = None) -> ja
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """Mix the bits so that each bit depends on all bits of ``x`` (C. Wellons' lowbias32)."""
+    """Mix bits so that each bit of the result depends on all bits of ``x`` (Wellons' lowbias32)."""
     x = (x ^ _shifted(x, 16)) * int32(0x7FEB352D)
     x = (x ^ _shifted(x, 15)) * int32(0x846CA68B)
     return x ^ _shifted(x, 16)
@@ -220,7 +220,7 @@ class Format:
     Attributes:
       name: the key of the format in ``FORMATS``.
       dtype: dtype of the codes, which have the shape of the array; no two formats share a dtype.
-      code: ``code(x, scales, noise) -> codes``, element by element, rounded by 32 bits of noise.
+      code: ``code(x, scales, noise) -> codes``, element by element, rounded with 32 bits of noise.
       value: ``value(codes, scales) -> x``, element by element.
       scale: ``scale(most, least) -> scales`` of blocks, f32, from the two ``extremes`` of each
         block; ``None`` if the format has no scales.
@@ -294,7 +294,7 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
 
 @functools.cache
 def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
-    """Return a step on complete arrays, which programs call by its name, a key of ``CODECS``."""
+    """Return a step on complete arrays; its name in a traced program is a key of ``CODECS``."""
     form = FORMATS[kind]
     factor = int32(zlib.crc32(salt.encode()) | 1)
 

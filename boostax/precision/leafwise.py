@@ -43,9 +43,9 @@ class Order:
 
 
 class _Graph:
-    """A program, and those of its values that are already computed.
+    """A program, and its values that are already computed.
 
-    Calls with one result, such as the calls of a format, are not inlined.
+    Calls with one result, such as calls that encode or decode, are not inlined.
 
     Attributes:
       inputs: variables of the arguments.
@@ -135,9 +135,9 @@ class _Graph:
     ) -> tuple[list[jax.Array] | None, jax.Array]:
         """Return the new arrays of a leaf, and the condition of the next branch.
 
-        The arrays are computed element by element if possible, and otherwise in a branch. They are
-        written into the buffers of the old arrays. With ``branches=False``, the result is ``None``
-        in place of arrays that need a branch.
+        The arrays are computed element by element if possible, and otherwise in a branch. The new
+        arrays are written into the buffers of the old arrays. With ``branches=False``, the result
+        is ``None`` in place of arrays that need a branch.
         """
         old = [self.inputs[i] for i in indices]
         program, args = self.program([self.outputs[i] for i in indices], old)

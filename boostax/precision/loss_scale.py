@@ -103,8 +103,8 @@ def dynamic_loss_scale(
     ``inner`` computes from finite gradients. A sparse gradient (``BCOO``) is checked by its data,
     and ``inner`` receives a dense array.
 
-    Place everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
-    to ``jax.grad`` a function that returns ``scale_loss(loss, opt_state)``, or use
+    Place everything that must be skipped *inside* the scaler: ``dynamic_loss_scale(chain(clip,
+    adamw))``. Pass to ``jax.grad`` a function that returns ``scale_loss(loss, opt_state)``, or use
     ``boostax.value_and_grad``, which scales the loss. During tracing, a scaler refuses gradients of
     a loss that was not scaled.
 
@@ -241,8 +241,9 @@ def skip_bad_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip each step whose gradients are not finite: params and inner state stay unchanged.
 
-    This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. After several bad steps in a row,
-    ``optax.apply_if_finite`` applies a bad step, but ``skip_bad_steps`` never does.
+    ``skip_bad_steps(inner)`` is ``static_loss_scale(inner, 1.0)``, for training in f32 or bf16.
+    After several bad steps in a row, ``optax.apply_if_finite`` applies a bad step, but
+    ``skip_bad_steps`` never does.
 
     Args:
       inner: the rest of the optimizer.
@@ -409,7 +410,7 @@ def _positive(who: str, argument: str, value: float, hint: str) -> None:
 
 
 def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: int = 1) -> None:
-    """Refuse, in a trace, gradients of a loss that was not multiplied by this scale.
+    """Refuse, in a trace, gradients of a loss that was not multiplied by ``scale``.
 
     Args:
       who: the name of the scaler.

@@ -220,7 +220,7 @@ def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTre
 
 
 def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
-    """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
+    """Return the equations that replace ``eqn``, or ``None`` if only its bodies are rewritten."""
     if eqn.primitive not in (lax.dot_general_p, lax.conv_general_dilated_p):
         # A call with a custom derivative rule is not rewritten, because its body would no longer
         # match the rule.

@@ -101,8 +101,8 @@ def adasum(
       an all-gather of each leaf, and of each pack of small leaves, which together send the bytes of
       a ring all-reduce; per step, one gather of 4 bytes per leaf, and ``ceil(log2 n)`` all-reduces
       of four scalars per leaf and pair of replicas. ``within`` or ``shard_axes`` adds a collective
-      of 4 bytes per leaf. f16 adds another such collective, for the result. Compiled for TPU v5e, a
-      train step of 67 M params takes 1.73 times the cycles of a step with a mean.
+      of 4 bytes per leaf. With f16, the result needs another such collective. Compiled for TPU v5e,
+      a train step of 67 M params takes 1.73 times the cycles of a step with a mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -323,7 +323,7 @@ def adasum_delta(
         ``adasum_delta(adam, axis_name="server", within="data")`` on ``jax.make_mesh((n // 8, 8),
         ("server", "data"))``.
       shard_axes: axes over which leaves are sharded.
-      scope: as in ``adasum``, like all arguments below.
+      scope: see ``adasum``, also for the arguments below.
       wire_dtype: dtype of the updates on the wire.
       bucket_bytes: size below which leaves are packed.
       leaf_metrics: whether to record the orthogonality of each leaf, too.

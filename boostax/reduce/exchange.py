@@ -357,7 +357,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int, multiple: int) -> "Grid":
-        """Choose rows of at most ``block`` elements, or in a single line ``min(block, 1024)``."""
+        """Choose rows of up to ``block`` elements, or ``min(block, 1024)`` with a single line."""
         size = math.prod(shape[1:])
         last = shape[-1]
         parts = math.ceil(last / block)
@@ -390,5 +390,5 @@ class Grid(NamedTuple):
 
 
 def check_bytes(who: str, n: int | None) -> int | None:
-    """Return the argument ``bucket_bytes``, a positive number, or ``None`` for the default."""
+    """Check and return ``bucket_bytes``: a positive number, or ``None`` for the default."""
     return None if n is None else checks.positive_int(who, "bucket_bytes", n, "2**23 is 8 MiB.")

@@ -281,7 +281,7 @@ def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array
 def _with_late(
     residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Add ``late`` to this replica's slices, in place; return the growth of square sums, too."""
+    """Add ``late`` to this replica's slices, in place; also return the growth of squared norms."""
     result = [*residual]
     growth: list[jax.Array] = []
     for i, (dim, more) in ((i, x) for i, x in enumerate(late) if x is not None):

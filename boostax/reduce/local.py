@@ -226,9 +226,9 @@ def local_updates(
 ) -> Extended:
     r"""Train every replica separately for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
-    From a common anchor :math:`a`, each replica makes :math:`H` steps of ``inner`` with its own
-    gradients. The mean distance of the replicas from the anchor is the gradient that ``outer``
-    receives:
+    From a common anchor :math:`a`, each replica makes :math:`H` steps (``every``) of ``inner`` with
+    its own gradients. The mean distance of the replicas from the anchor is the gradient that
+    ``outer`` receives:
 
     .. math::
       \Delta = \tfrac1n \sum_{r=1}^{n} (a - p_r), \qquad
@@ -238,7 +238,7 @@ def local_updates(
     ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. The state of ``inner`` is never
     averaged.
 
-    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Only gates may be
+    Params differ per replica; ``docs/cards/local_updates.md`` shows a loop. Only gates may be
     around ``local_updates``: ``dynamic_loss_scale(local_updates(...), axis_name=...)``. Only
     applied steps count towards ``every``. ``boostax.flush`` synchronizes the replicas before the
     end of a round.
@@ -262,7 +262,7 @@ def local_updates(
     Returns:
       A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the params
       become bit-equal to the anchor. The pure ``update`` returns differences, so
-      ``params + updates`` has a rounding error, relative to the larger of the old and the new
+      ``params + updates`` has a rounding error, in proportion to the larger of the old and the new
       param. The error changes the anchor only through the next :math:`\Delta`. Cost: one all-reduce
       of the params in f32 or wider per ``every`` steps, and no other collective; a copy of the
       params, and the outer state; with ``outer=None``, no copy and no outer state.
@@ -343,7 +343,7 @@ def partial_average(
     Every param is averaged once in :math:`K` steps; the state of ``inner`` is never averaged. The
     result equals the result of ``local_updates(inner, every=K, outer=None, fragments=partitions)``.
 
-    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Only gates may be
+    Params differ per replica; ``docs/cards/local_updates.md`` shows a loop. Only gates may be
     around ``partial_average``: ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A
     skipped step averages no params, so the next step averages the partition of the skipped step.
     ``boostax.flush`` averages all params, and the next step averages the first partition.
@@ -362,7 +362,7 @@ def partial_average(
     Returns:
       A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the averaged
       params become bit-equal on all replicas. The pure ``update`` returns differences, so
-      ``params + updates`` has a rounding error, relative to the larger of the old and the new
+      ``params + updates`` has a rounding error, in proportion to the larger of the old and the new
       param. The next average removes this error. Cost: one all-reduce of a partition per step, in
       f32 or wider; no state besides that of ``inner``.
 
@@ -431,7 +431,7 @@ def partitioning(
 
 
 def _even_runs(sizes: list[int], count: int) -> list[int]:
-    """Split items into runs, the largest as small as possible; return the run of each item."""
+    """Split items into runs whose largest is as small as possible; return the run of each item."""
 
     def runs(limit: int) -> list[int]:
         labels = [0]

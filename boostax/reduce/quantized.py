@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantised reduction: every element is sent in 8 bits.
 
-The reduction consists of two collectives, *two shots*. An all-to-all sends codes of each slice to
+The reduction consists of two collectives (*two shots*). An all-to-all sends codes of each slice to
 the replica that sums the slice. An all-gather returns the sums, quantised again.
 """
 
@@ -35,7 +35,7 @@ class Int8(Codec):
     Attributes:
       block: the maximum number of elements in a row; ``None`` for 256, or 4096 on a TPU.
       stochastic: whether to round up or down at random, which preserves the expected value, instead
-        of to nearest.
+        of to the nearest code.
       seed: seed of the rounding.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest elements of an array, without sorting it.
+"""The largest elements of an array, without a sort.
 
 The smallest chosen magnitude is computed by counting larger elements: each read of the array
 determines two bits of this magnitude. The 32 bits of a word show which elements of a column are

@@ -154,7 +154,7 @@ def elements_at(rows: jax.Array, positions: jax.Array) -> jax.Array:
 
 @_of_runs
 def add_at(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
-    """Add values at positions to an array ``(runs, rows / BITS, columns, BITS)``."""
+    """Add ``values`` at ``positions`` to an array ``(runs, rows / BITS, columns, BITS)``."""
     chosen = into.at[selection.at(positions, into.shape[1])]
     # A TPU's compiler sorts indices unless ``indices_are_sorted`` is set.
     return chosen.add(values, unique_indices=True, indices_are_sorted=True)
@@ -400,8 +400,8 @@ def top_k_reduce(
       bytes, or 4 bytes with a half ``wire_dtype``, or 2.25 bytes with ``bits=2``. If each replica
       sends k elements of 8 bytes, a ring sends ``8 (n-1) k`` bytes, less than the ``8 (n-1)/n N``
       bytes of a mean of N elements only if ``density < 1/n``. Each replica has a residual of the
-      size of the f32 gradients, and with ``momentum`` a velocity of the same size. Two all-reduces
-      of 8 bytes are added.
+      size of the f32 gradients, and with ``momentum`` a velocity of the same size. Each step also
+      has two all-reduces of 8 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already

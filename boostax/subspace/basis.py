@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find directions in the space of the params, leaf by leaf, and compute along them.
+"""Find directions in the space of the params, leaf by leaf, and compute coordinates along them.
 
 Let the m snapshots be the rows of ``X`` (m, n). To find k directions, only matrices of m x m or m x
 k are decomposed. All work of size n consists of products of ``X`` with thin matrices. These
 products are sums over leaves, and keep each leaf's sharding. Training changes the params by much
-less than their size, so ``X`` is centred from differences to one snapshot, which lose few digits.
-The Gram matrix of ``X`` gives only the first approximation. The elements of the Gram matrix are
-products, so in f32 the matrix loses directions in which the snapshots differ by less than 3e-4 of
-the largest difference. A product with ``X`` itself finds these directions.
+less than their size, so one snapshot is subtracted before ``X`` is centred, which loses fewer
+digits. The Gram matrix of ``X`` gives only the first approximation. The elements of the Gram matrix
+are products, so in f32 the matrix loses directions in which the snapshots differ by less than 3e-4
+of the largest difference. A product with ``X`` itself finds these directions.
 """
 
 import functools
@@ -151,7 +151,7 @@ def _read_matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
 
 
 def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
-    """Draw random orthonormal components, as a baseline for a basis.
+    """Draw random orthonormal components, as a baseline for ``pca_basis``.
 
     Args:
       params: a tree of arrays.
@@ -190,7 +190,7 @@ def pca_basis(
 
     For snapshots :math:`w_1 \dots w_m` with mean :math:`\bar w` the directions are the leading
     eigenvectors of the covariance, :math:`p_j = \sum_i v_{ij} (w_i - \bar w) / \sigma_j`. The
-    :math:`v` and :math:`\sigma` are computed from a matrix of only m x m:
+    numbers :math:`v_{ij}` and :math:`\sigma_j` are computed from a matrix of only m x m:
 
     .. math:: (w_i - \bar w) \cdot (w_l - \bar w) = \sum_j v_{ij} \sigma_j^2 v_{lj}
 
@@ -208,9 +208,9 @@ def pca_basis(
 
     Returns:
       A ``Basis``, orthonormal to 1e-5 before rounding to ``dtype``. Complex leaves count as pairs
-      of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the params and m
-      centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded
-      leaves, devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
+      of reals. Cost for n params: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the
+      params and m centred copies of the largest leaf (under ``jit``, at worst of all leaves). For
+      sharded leaves, devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,

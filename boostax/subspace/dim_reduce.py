@@ -158,7 +158,7 @@ def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -
 def conclude(
     before: Memory, memory: Memory, step: jax.Array, result: Search, rule: SubspaceRule
 ) -> Memory:
-    """Return the memory after a line search, by ``rule.failure`` if no length was accepted."""
+    """Return the memory after a line search; see ``rule.failure`` if no length was accepted."""
     if rule.failure == "rollback":
         moved = memory._replace(step=step)
         back = before._replace(started=memory.started, paired=memory.paired)
@@ -290,7 +290,7 @@ def _initial(
 def _measured(
     state: DimReduceState, raw: PyTree, value: ArrayLike, names: Names, shards: Names
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return a gradient's coordinates, its squared norms in the span and in full, and the loss."""
+    """Return a gradient's coordinates, its squared norms in the span and in total, and the loss."""
     gradient = trees.at_least_float32(raw)
     inside = project(state.basis, gradient, shards, _WHO)
     parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
@@ -384,13 +384,13 @@ def dim_reduce(
       shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:
-      A transformation with a ``DimReduceState``. Its ``update`` needs ``value=`` (the loss) and
-      ``value_fn=`` (the unscaled loss as a function of the params, for the same batch and key),
-      which ``make_train_step`` passes. If an earlier transformation has changed ``updates``,
-      ``update`` also needs ``grad=``, the gradient of ``value_fn``. Cost: k copies of the params in
-      ``dtype``, sharded like the params and read twice per step; two to four temporary copies of
-      the params; on average one or two more forward passes; all-reduces of ``4k`` bytes, 8 bytes
-      for the energy and 4 bytes for each loss, over replicas and over shards.
+      A transformation with a ``DimReduceState``. The ``update`` of the transformation needs
+      ``value=`` (the loss) and ``value_fn=`` (the unscaled loss as a function of the params, for
+      the same batch and key), which ``make_train_step`` passes. If an earlier transformation has
+      changed ``updates``, ``update`` also needs ``grad=``, the gradient of ``value_fn``. Cost: k
+      copies of the params in ``dtype``, sharded like the params and read twice per step; two to
+      four temporary copies of the params; on average one or two more forward passes; all-reduces of
+      ``4k`` bytes, 8 bytes for the energy and 4 bytes for each loss, over replicas and over shards.
 
     Raises:
       ValueError, TypeError: an argument out of range, a basis that does not fit the params, no

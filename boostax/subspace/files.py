@@ -74,7 +74,7 @@ def read(who: str, path: Path, suffix: str, names: Collection[str] | None = None
 
 
 def tree_like(who: str, path: Path, like: PyTree, arrays: PyTree) -> PyTree:
-    """Return the arrays in a tree of the shapes of ``like``; complex arrays stay complex."""
+    """Return the arrays as a tree with the shapes of ``like``; complex arrays stay complex."""
     specs = by_name(who, like)
     for name, spec in specs.items():
         _require_like(who, path, name, spec, arrays)

@@ -50,9 +50,9 @@ def record_trajectory(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Store the last ``size`` snapshots of the params; pass the updates through.
 
-    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params that
-    ``update`` gets are stored, which are the params *before* this update. A full buffer overwrites
-    its oldest snapshot. Inside a loss scaler or a window only applied steps count as calls.
+    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, ``update`` stores
+    the params that it receives: the params *before* this update. A full buffer overwrites its
+    oldest snapshot. Inside a loss scaler or a window only applied steps count as calls.
 
     A basis from the last snapshots of a run is better than a basis from all snapshots, because the
     first snapshots differ by far the most from all other snapshots.
@@ -61,8 +61,8 @@ def record_trajectory(
       size: number of stored snapshots, at least two.
       every: number of calls from one snapshot to the next.
       start: number of calls before the first snapshot.
-      dtype: dtype of the snapshots; f64 and complex leaves stay f64 and complex. bf16 resolves only
-        differences of more than 0.4% of a weight.
+      dtype: dtype of the snapshots; f64 and complex leaves stay f64 and complex. In bf16,
+        differences of less than 0.4% of a weight are lost.
 
     Returns:
       A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
