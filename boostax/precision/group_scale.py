@@ -227,9 +227,9 @@ def group_loss_scale(
       headroom: for ``"measure"``, from 1 to 2**16: the ratio of 2**16 to the largest scaled
         gradient. This margin allows for noisy batches, and for cotangents of activations that are
         larger than the gradients.
-      axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
-        be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if ``inner`` has a reduction; outside a train step, no axis is used.
+      axis_name: replica axis (or axes) over which replicas agree whether all gradients are finite.
+        Gradients must then be *local*; see ``boostax.train.local_params``. With ``None``, a train
+        step supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 8 bytes per group; one read of the

@@ -119,9 +119,9 @@ def dynamic_loss_scale(
       max_scale: finite; the scale never exceeds this bound.
       hysteresis: number of overflows after which the scale is lowered; every overflow skips its
         step.
-      axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
-        be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if ``inner`` has a reduction; outside a train step, no axis is used.
+      axis_name: replica axis (or axes) over which replicas agree whether all gradients are finite.
+        Gradients must then be *local*; see ``boostax.train.local_params``. With ``None``, a train
+        step supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes of state; one read of the

@@ -63,9 +63,9 @@ def check_updates(
 
     Args:
       inner: the optimizer, which receives gradients and params in f32 or wider.
-      axis_name: replica axis (or axes) over which replicas agree; required if ``inner`` has state
-        or params that differ per replica. With ``None``, a train step supplies its axis if
-        ``inner`` has a reduction; outside a train step, no axis is used.
+      axis_name: replica axis (or axes) over which replicas agree whether to skip a step; required
+        if ``inner`` has state or params that differ per replica. With ``None``, a train step
+        supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``CheckUpdatesState``. Cost: 5 bytes of state; a temporary copy of the

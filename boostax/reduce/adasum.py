@@ -101,8 +101,8 @@ def adasum(
       an all-gather of each leaf, and of each pack of small leaves, which together send the bytes of
       a ring all-reduce; per step, one gather of 4 bytes per leaf, and ``ceil(log2 n)`` all-reduces
       of four scalars per leaf and pair of replicas. ``within`` or ``shard_axes`` adds a collective
-      of 4 bytes per leaf. With f16, the result needs another such collective. Compiled for TPU v5e,
-      a train step of 67 M params takes 1.73 times the cycles of a step with a mean.
+      of 4 bytes per leaf. With f16, the result needs another such collective. A train step with 67
+      M params, compiled for TPU v5e, takes 1.73 times the cycles of a step with a mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
