@@ -62,10 +62,11 @@ def carry(
 
     The cotangent :math:`v` of a carried leaf is the new value of the leaf. The values of the
     micro-steps :math:`i` of a window and of the replicas :math:`r` are combined by the leaf's rule,
+    which is the maximum, the sum or the last value:
 
-    .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}},
+    .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}}.
 
-    and the leaf is set when ``inner`` updates the params. If a gate in ``inner`` skips the step,
+    The leaf is set when ``inner`` updates the params. If a gate in ``inner`` skips the step,
     the leaf stays unchanged. A carried leaf is neither scaled, clipped, decayed, averaged nor
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines their values over micro-batches by the same rules.
@@ -80,13 +81,13 @@ def carry(
         matches every leaf whose path contains these two components in a row. The first matching
         rule applies. The default is ``"max"`` for Flax's fp8 metadata.
       axis_name: replica axis (or axes) over which values are combined; ``"last"`` selects the value
-        of the last replica. With ``None``, a train step supplies its own axis if ``inner`` has a
-        reduction; elsewhere there is no axis.
+        of the last replica. With ``None``, a train step supplies its axis if ``inner`` has a
+        reduction; outside a train step, no axis is used.
 
     Returns:
       A gate with a ``CarryState``. A value that is not finite is never set. A loss scaler in
       ``inner`` treats such a value as an overflow, and skips the step. Cost: one copy of the
-      carried leaves; one collective of a few bytes per carried leaf and call with ``axis_name``.
+      carried leaves; with ``axis_name``, one collective of a few bytes per carried leaf and call.
 
     Raises:
       ValueError, TypeError: an argument out of range, or an axis that is not bound; at ``init``, a

@@ -54,12 +54,12 @@ def microbatch(
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Evaluate a ``value_and_grad`` function on micro-batches, and combine the results.
 
-    .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i
+    .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i.
 
-    where :math:`w_i` is the ``Aux.weight`` of micro-batch :math:`i`, or 1 without a weight. So a
-    mean over tokens stays exact if micro-batches have different numbers of tokens. Unless the batch
-    is stacked, micro-batch ``i`` of ``k`` has the rows ``i, i + k, ...``. With this choice of rows,
-    no data moves between devices if the batch is sharded along its first dimension.
+    The weight :math:`w_i` is the ``Aux.weight`` of micro-batch :math:`i`, or 1 without a weight. So
+    a mean over tokens stays exact if micro-batches have different numbers of tokens. Unless the
+    batch is stacked, micro-batch ``i`` of ``k`` has the rows ``i, i + k, ...``. With this choice of
+    rows, no data moves between devices if the batch is sharded along its first dimension.
 
     Args:
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
@@ -82,10 +82,10 @@ def microbatch(
     Returns:
       A function with the same signature and results; gradients are in ``dtype``, and loss and
       floating metrics are in f32 or wider. The index of each micro-batch is folded into a keyword
-      argument ``key``. The keyword argument ``model_state`` of the next micro-batch is
-      ``Aux.model_state`` of the micro-batch before. The keyword argument ``threaded`` is the third
-      result of ``value_and_grad_fn``, in the same way. Cost: one copy of the gradients; activations
-      of one micro-batch; no collective.
+      argument ``key``. Each micro-batch receives ``Aux.model_state`` of the micro-batch before as
+      the keyword argument ``model_state``. If ``value_and_grad_fn`` has a third result, the next
+      micro-batch receives this result as the keyword argument ``threaded``. Cost: one copy of the
+      gradients; activations of one micro-batch; no collective.
 
     Raises:
       ValueError: the batch is not divisible, or an argument is out of range.
@@ -175,7 +175,7 @@ def require_count(who: str, microbatches: Count) -> Count:
 
 
 def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
-    """Return the split leaves, the number of micro-batches, and their dimension in the leaves.
+    """Return the split leaves, the number of micro-batches, and the dimension of micro-batches.
 
     Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which preserves a sharding of
     the rows.
@@ -201,7 +201,7 @@ def require_even(
 
 
 def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
-    """Return the number of micro-batches of a stacked batch with at least ``least`` dimensions."""
+    """Return the number of micro-batches; refuse leaves with fewer than ``least`` dimensions."""
     shapes = {name: jnp.shape(x) for name, x in trees.named(batch)}
     numbers = {shape[:1] for shape in shapes.values()}
     valid = len(numbers) == 1 and (0,) not in numbers and min(map(len, shapes.values())) >= least

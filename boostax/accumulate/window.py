@@ -120,23 +120,23 @@ def accumulate(
     .. math::
       \text{mean: } \tfrac1k \sum_i g_i, \qquad
       \text{sum: } \sum_i g_i, \qquad
-      \text{weight: } \sum_i w_i g_i \big/ \sum_i w_i,
+      \text{weight: } \sum_i w_i g_i \big/ \sum_i w_i.
 
-    where :math:`w_i` is the extra argument ``weight=`` of ``update``: the number of tokens, for
-    example, over which the loss of the micro-batch is a mean. The weights of all replicas are
-    summed, so that a *mean* over ``axis_name`` in ``inner`` is the mean over all tokens. In calls
-    that close no window, the updates are zero and ``inner`` does not run.
+    The weight :math:`w_i` is the extra argument ``weight=`` of ``update``, such as the number of
+    tokens over which the loss of the micro-batch is a mean. The weights of all replicas are summed,
+    so that a *mean* over ``axis_name`` in ``inner`` is the mean over all tokens. In calls that
+    close no window, the updates are zero and ``inner`` does not run.
 
     If ``normalize`` names the terms of a loss (see ``boostax.value_and_grad``), each term's
     gradient is summed separately and divided by the term's count in the whole window. Then
     ``value_and_grad`` returns gradients of shape ``[terms, ...]``, and returns the counts in
-    ``Aux.weight``. Return terms with the same count as one term, which is cheaper.
+    ``Aux.weight``. Sum terms that have the same count into one term, which is cheaper.
 
     A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if all
     weights sum to less than 2**-64, or if a sum overflowed in a ``dtype`` with the range of f16. If
-    ``inner`` has a gate, the gate receives an overflowed sum, and decides.
+    ``inner`` has a gate, the gate receives an overflowed sum, and decides whether to skip the step.
 
-    A loss scaler may be outside or inside (see ``docs/cards/accumulate.md``).
+    A loss scaler may be outside or inside of ``accumulate`` (see ``docs/cards/accumulate.md``).
     ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the micro-batch that overflowed, and the
     window ends one call later. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window
     and is cheaper.
@@ -157,11 +157,11 @@ def accumulate(
         ``"sharded"`` averages the gradients of each call over the replicas before the addition, and
         shards the sum like the params (FSDP, tensor parallel) or like the optimizer's state
         (``shard_optimizer``). Then ``all_reduce()`` in ``inner`` sends nothing, other reductions
-        are refused, and norms are those of the mean gradient. In your own ``shard_map`` or ``pmap``
-        use ``"local"``, because the sum is not sharded there.
+        are refused, and norms in ``inner`` are norms of the mean gradient. In your own
+        ``shard_map`` or ``pmap`` use ``"local"``, because the sum is not sharded there.
       axis_name: replica axis (or axes). With an axis, gradients must be local; see
-        ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if
-        ``inner`` has a reduction; elsewhere there is no axis.
+        ``boostax.train.local_params``. With ``None``, a train step supplies its axis if ``inner``
+        has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in ``dtype`` on
@@ -189,7 +189,7 @@ def accumulate(
       (-2.0, True)
 
     References:
-      Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
+      ``benchmarks/results/accumulation.md`` compares ``accumulate`` with ``optax.MultiSteps``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
     hint = "every is a number of micro-steps, or a function of optimizer_steps."
@@ -336,7 +336,7 @@ class _Windows(NamedTuple):
         return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
-        """Close the window if ``ends``; otherwise return the inner state, and False as the flag."""
+        """Close the window if ``ends``; otherwise return the old inner state, and a false flag."""
         unchanged = call.state.inner_state, jnp.asarray(False)
         how: dict[str, Any] = {"apply": call.apply, "who": _WHO, "names": self.names}
         return gate.run_or_hold(
@@ -391,7 +391,7 @@ class _Windows(NamedTuple):
 
 
 def _refused(params: PyTree) -> PyTree:
-    """Refuse a line search, whose loss would be of the last micro-batch, not of the window."""
+    """Refuse a line search, whose loss would be that of the last micro-batch, not of the window."""
     got = "a window of several calls, whose earlier micro-batches are no longer in memory"
     hint = "With make_train_step(microbatches=...), a search reads the loss of all micro-batches."
     raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
@@ -491,7 +491,7 @@ def flush(
 
 @contextlib.contextmanager
 def averaged(names: tuple[str, ...]) -> Generator[None]:
-    """Call inner parts on gradients averaged over ``names``; report these axes to outer gates."""
+    """Declare that gradients are averaged over ``names``; report these axes to outer gates."""
     if (reduced := bound_axis.REDUCED.get()) is not None:
         reduced.update(names)
     with axes.binding(names, averaged=True) if names else contextlib.nullcontext():

@@ -101,7 +101,7 @@ def play(
 def _on_blocks(
     program: jaxprs.ClosedJaxpr, operands: Sequence[jax.Array], known: Sequence[jax.Array] = ()
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the results on arrays cut into blocks, and the scales, unless they are ``known``."""
+    """Return the results on arrays that are cut into blocks, and scales that are not ``known``."""
     shape, inside = formats.blocked(shape_of(program))
     outside = [dim for dim in range(len(shape)) if dim not in inside]
     n = len(outside)

@@ -11,10 +11,10 @@ cotangent of a value that is computed in group ``o`` and used in group ``i`` arr
 s_i``, a power of two, which is exact. The forward pass is unchanged.
 
 References:
-  ``mindspore.boost.GroupLossScaleManager``, MindSpore 2.10, has the same factors, and the same
-  ratio of scales at a boundary. MindSpore unscales by the scale *after* the update, and has no
-  smallest or largest scale. Zhao et al., Adaptive Loss Scaling for Mixed Precision Training,
-  https://arxiv.org/abs/1910.12385, 2019: scales per layer.
+  ``mindspore.boost.GroupLossScaleManager``, MindSpore 2.10, multiplies scales by the same factors,
+  and has the same ratio of scales at a boundary. MindSpore unscales by the scale *after* the
+  update, and has no smallest or largest scale. Zhao et al., Adaptive Loss Scaling for Mixed
+  Precision Training, https://arxiv.org/abs/1910.12385, 2019: scales per layer.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,8 @@ class GroupLossScaleState(NamedTuple):
     """State of ``group_loss_scale``, for G groups.
 
     Attributes:
-      table: f32 ``[G]``, the entries that the factors multiply; a group's scale is the largest
-        power of two that does not exceed its entry.
+      table: f32 ``[G]``, the entries that ``growth_factor`` and ``backoff_factor`` multiply; a
+        group's scale is the largest power of two that does not exceed its entry.
       largest: f32 ``[G]``, largest unscaled magnitude in the group's last finite, nonzero gradient;
         0 until the group has such a gradient.
       overflow_group: i32, the group blamed for the last skipped step; -1 before the first skip.
@@ -227,9 +227,9 @@ def group_loss_scale(
       headroom: for ``"measure"``, from 1 to 2**16: the ratio of 2**16 to the largest scaled
         gradient. This margin allows for noisy batches, and for cotangents of activations that are
         larger than the gradients.
-      axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
-        be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if a part inside reduces; outside a train step, no axis is used.
+      axis_name: replica axis (or axes) over which replicas agree whether all gradients are finite.
+        Gradients must then be *local*; see ``boostax.train.local_params``. With ``None``, a train
+        step supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 8 bytes per group; one read of the

@@ -3,8 +3,8 @@
 
 XLA chooses the order of the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of
 all leaves, and free the temporaries of a leaf only when all leaves are written. So a leaf that
-changes element by element is one primitive, which each compiler writes in place (``entries``). The
-arrays of any other leaf are changed in separate branches whose conditions are always true. XLA
+changes element by element is one primitive, which each compiler writes in place (see ``entries``).
+The arrays of any other leaf are changed in separate branches whose conditions are always true. XLA
 frees the temporaries of a branch when the branch ends, and writes the results of a branch in place.
 """
 
@@ -44,9 +44,9 @@ class Order:
 
 
 class _Graph:
-    """A program, and those of its values that are already computed.
+    """A program, and its values that are already computed.
 
-    Calls with one result, such as the calls of a format, are not inlined.
+    Calls with one result, such as calls that encode or decode, are not inlined.
 
     Attributes:
       inputs: variables of the arguments.
@@ -134,11 +134,11 @@ class _Graph:
     def change(
         self, indices: Sequence[int], sharding: entries.Sharding, always: jax.Array, branches: bool
     ) -> tuple[list[jax.Array] | None, jax.Array]:
-        """Return new arrays, and the condition of the next branch.
+        """Return the new arrays of a leaf, and the condition of the next branch.
 
-        The arrays are computed element by element if possible, and otherwise in a branch. They are
-        written into the buffers of the old arrays. With ``branches=False``, the result is ``None``
-        in place of arrays that need a branch.
+        The arrays are computed element by element if possible, and otherwise in a branch. The new
+        arrays are written into the buffers of the old arrays. With ``branches=False``, the result
+        is ``None`` in place of arrays that need a branch.
         """
         old = [self.inputs[i] for i in indices]
         program, args = self.program([self.outputs[i] for i in indices], old)
@@ -178,8 +178,8 @@ def leaf_by_leaf(
     """Return ``fn(old, *args)``, computed leaf by leaf, and array by array within a leaf.
 
     A value that is computed from several leaves and used for several leaves, such as a global norm,
-    is computed first. A value of one leaf is computed again wherever the value is used. XLA copies
-    an array that is read after it is overwritten, so choose an ``order`` without such reads.
+    is computed first. A value that is computed from one leaf is computed again for each use. XLA
+    copies an array that is read after it is overwritten, so choose an ``order`` without such reads.
 
     Args:
       fn: returns a tree of the types of ``old``.

@@ -3,12 +3,14 @@
 
 The loss is multiplied by a scale ``s`` before differentiation, so every gradient is multiplied by
 ``s`` and remains above the smallest f16 number. The gradients are divided by ``s`` in f32 before
-any other part reads the gradients. If gradients overflow because the scale is too large, the step
-is skipped and the scale is lowered. After a number of steps without overflow, the scale is raised.
+another part of the optimizer reads the gradients. If gradients overflow because the scale is too
+large, the step is skipped and the scale is lowered. After a number of steps without overflow, the
+scale is raised.
 
 References:
   Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
-  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager, whose scales are the same.
+  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager, which compute the same
+  scales.
 """
 
 import functools
@@ -89,10 +91,10 @@ def dynamic_loss_scale(
 
     .. math::
       \text{ok} = \max|g_s| / s < 2^{48}, \qquad
-      u = \text{inner}(g_s / s) \text{ if ok, else nothing},
+      u = \text{inner}(g_s / s) \text{ if ok, else nothing}.
 
-    where all replicas agree on :math:`\text{ok}`. After ``growth_interval`` steps without overflow,
-    the scale is multiplied by ``growth_factor``, unless the product would exceed ``max_scale``. The
+    All replicas agree on :math:`\text{ok}`. After ``growth_interval`` steps without overflow, the
+    scale is multiplied by ``growth_factor``, unless the product would exceed ``max_scale``. The
     ``hysteresis``-th overflow since the last interval without overflow, and every later overflow,
     multiplies the scale by ``backoff_factor``, but not below ``min_scale``. A skipped step changes
     no bit of the params or of the state of ``inner``, such as moments and the counts of schedules.
@@ -101,8 +103,8 @@ def dynamic_loss_scale(
     ``inner`` computes from finite gradients. A sparse gradient (``BCOO``) is checked by its data,
     and ``inner`` receives a dense array.
 
-    Place everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
-    to ``jax.grad`` a function that returns ``scale_loss(loss, opt_state)``, or use
+    Place everything that must be skipped *inside* the scaler: ``dynamic_loss_scale(chain(clip,
+    adamw))``. Pass to ``jax.grad`` a function that returns ``scale_loss(loss, opt_state)``, or use
     ``boostax.value_and_grad``, which scales the loss. During tracing, a scaler refuses gradients of
     a loss that was not scaled.
 
@@ -117,9 +119,9 @@ def dynamic_loss_scale(
       max_scale: finite; the scale never exceeds this bound.
       hysteresis: number of overflows after which the scale is lowered; every overflow skips its
         step.
-      axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
-        be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if a part inside reduces; outside a train step, no axis is used.
+      axis_name: replica axis (or axes) over which replicas agree whether all gradients are finite.
+        Gradients must then be *local*; see ``boostax.train.local_params``. With ``None``, a train
+        step supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes of state; one read of the
@@ -237,10 +239,11 @@ def static_loss_scale(
 def skip_bad_steps(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip each step whose gradients are not finite, and change no params and no state.
+    """Skip each step whose gradients are not finite: params and inner state stay unchanged.
 
-    This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. After several bad steps in a row,
-    ``optax.apply_if_finite`` applies a bad step, but ``skip_bad_steps`` never does.
+    ``skip_bad_steps(inner)`` is ``static_loss_scale(inner, 1.0)``, for training in f32 or bf16.
+    After several bad steps in a row, ``optax.apply_if_finite`` applies a bad step, but
+    ``skip_bad_steps`` never does.
 
     Args:
       inner: the rest of the optimizer.
@@ -339,7 +342,7 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale of the loss, and the scales of groups if the scaler has groups.
 
     Several scalers, or a scaler that some gradients bypass, are refused. The scale multiplies the
-    complete loss, so a gradient that bypasses the scaler would remain multiplied.
+    complete loss, so a gradient that bypasses the scaler would remain multiplied by the scale.
     """
     scalers = trees.telling(opt_state, protocols.Scaler)
     masks = trees.find(opt_state, optax.MaskedState, optax.ConditionallyTransformState)
@@ -407,7 +410,7 @@ def _positive(who: str, argument: str, value: float, hint: str) -> None:
 
 
 def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: int = 1) -> None:
-    """Refuse, in a trace, gradients of a loss that was not multiplied by this scale.
+    """Refuse, in a trace, gradients of a loss that was not multiplied by ``scale``.
 
     Args:
       who: the name of the scaler.

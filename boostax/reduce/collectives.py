@@ -45,8 +45,8 @@ def ring(x: jax.Array, name: str) -> jax.Array:
     """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
 
     In each of ``n - 1`` steps, every replica sends the partial sum of a row to the next replica.
-    Together these are half the bytes of an all-reduce. The reduce-scatter of a backend may send the
-    bytes of an all-reduce.
+    All steps together send half the bytes of an all-reduce. ``lax.psum_scatter`` may send as many
+    bytes as an all-reduce, depending on the backend.
     """
     count = lax.axis_size(name)
     replica = lax.axis_index(name)

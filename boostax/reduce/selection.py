@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest elements of an array, without sorting it.
+"""The largest elements of an array, without a sort.
 
-The smallest chosen magnitude is computed by counting larger elements; each read of the array
-determines two bits of this magnitude. The 32 bits of a word show which elements are chosen among 32
-rows of a column. The running sum of the ones in the words gives the position of the k-th chosen
-element. No array of the input's size is written.
+The smallest chosen magnitude is computed by counting larger elements: each read of the array
+determines two bits of this magnitude. The 32 bits of a word show which elements of a column are
+chosen in 32 rows. A running sum of the number of 1-bits in each word gives the position of the k-th
+chosen element. No array of the input's size is written.
 """
 
 import jax
@@ -63,7 +63,7 @@ def at(positions: jax.Array, columns: int) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 def _last(x: jax.Array, count: int) -> jax.Array:
-    """Return the largest magnitude that at least ``count`` elements reach, two bits at a time."""
+    """Return the largest magnitude that ``count`` elements reach; compute two bits at a time."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = 8 * x.dtype.itemsize
 
@@ -92,7 +92,7 @@ def _ones(words: jax.Array) -> jax.Array:
 
 
 def _running(words: jax.Array) -> jax.Array:
-    """Return the number of 1-bits up to the end of each word, row by row."""
+    """Return, for each word in row-major order, the number of 1-bits up to the end of the word."""
     along = jnp.cumsum(_ones(words), 1)
     rows = along[:, -1]
     return along + (jnp.cumsum(rows) - rows)[:, None]

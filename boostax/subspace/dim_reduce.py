@@ -133,7 +133,7 @@ def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -
 
     .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
 
-    A loss that is not finite is never accepted.
+    A length whose loss is not finite is never accepted.
 
     Args:
       loss: :math:`L`, a function of the length along the direction.
@@ -159,7 +159,7 @@ def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -
 def conclude(
     before: Memory, memory: Memory, step: jax.Array, result: Search, rule: SubspaceRule
 ) -> Memory:
-    """Return the memory after a line search, by ``rule.failure`` if no length was accepted."""
+    """Return the memory after a line search; see ``rule.failure`` if no length was accepted."""
     if rule.failure == "rollback":
         moved = memory._replace(step=step)
         back = before._replace(started=memory.started, paired=memory.paired)
@@ -291,7 +291,7 @@ def _initial(
 def _measured(
     state: DimReduceState, raw: PyTree, value: ArrayLike, names: Names, shards: Names
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return a gradient's coordinates, its squared norms in the span and in full, and the loss."""
+    """Return a gradient's coordinates, its squared norms in the span and in total, and the loss."""
     gradient = trees.at_least_float32(raw)
     inside = project(state.basis, gradient, shards, _WHO)
     parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
@@ -355,18 +355,19 @@ def dim_reduce(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Take quasi-Newton steps with a line search inside the span of a basis.
 
-    With the rows of :math:`P` orthonormal, the gradient :math:`g` and the inverse Hessian
-    :math:`H` that BFGS has learnt in the coordinates,
+    Let the rows of :math:`P` be the orthonormal directions of the basis, :math:`g` the gradient,
+    and :math:`H` the inverse Hessian that BFGS has learnt in the coordinates of the directions. A
+    step is
 
     .. math::
-      d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g),
+      d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g).
 
-    where :math:`t` is the first of 1, 1/2, 1/4 and so on that decreases the loss enough. If ten
-    lengths fail, only the residual optimizer changes the params, and the next direction is shorter.
-    The first direction leads to the mean of the snapshots, if the mean is known and lies downhill.
-    Use ``dim_reduce`` to end a run: about ten steps replace a longer decay of the learning rate,
-    and further steps change little. A call whose loss or gradient is not finite is skipped, and
-    counted in ``skipped``.
+    The length :math:`t` is the first of 1, 1/2, 1/4 and so on that decreases the loss enough. If
+    ten lengths fail, only the residual optimizer changes the params, and the next direction is
+    shorter. The first direction leads to the mean of the snapshots, if the mean is known and lies
+    downhill. Use ``dim_reduce`` to end a run: about ten steps replace a longer decay of the
+    learning rate, and further steps change little. A call whose loss or gradient is not finite is
+    skipped, and counted in ``skipped``.
 
     Args:
       basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params with leaves
@@ -380,17 +381,17 @@ def dim_reduce(
       axis_name: replica axis, or axes, over which gradients are local. Coordinates and losses are
         averaged over these axes. A ``residual`` must reduce the remainder of the local gradients,
         :math:`g_r - P^\top P \bar g`, for example ``residual=chain(all_reduce("data"),
-        adamw(...))``. Use ``None`` after a reduction.
+        adamw(...))``. Use ``None`` if the gradients are already reduced.
       shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:
-      A transformation with a ``DimReduceState``. Its ``update`` needs ``value=`` (the loss) and
-      ``value_fn=`` (the unscaled loss as a function of the params, for the same batch and key),
-      which ``make_train_step`` passes. If an earlier transformation has changed ``updates``,
-      ``update`` also needs ``grad=``, the gradient of ``value_fn``. Cost: k copies of the params in
-      ``dtype``, sharded like the params and read twice per step; two to four temporary copies of
-      the params; on average one or two more forward passes; all-reduces of ``4k`` bytes, 8 bytes
-      for the energy and 4 bytes for each loss, over replicas and over shards.
+      A transformation with a ``DimReduceState``. The ``update`` of the transformation needs
+      ``value=`` (the loss) and ``value_fn=`` (the unscaled loss as a function of the params, for
+      the same batch and key), which ``make_train_step`` passes. If an earlier transformation has
+      changed ``updates``, ``update`` also needs ``grad=``, the gradient of ``value_fn``. Cost: k
+      copies of the params in ``dtype``, sharded like the params and read twice per step; two to
+      four temporary copies of the params; on average one or two more forward passes; all-reduces of
+      ``4k`` bytes, 8 bytes for the energy and 4 bytes for each loss, over replicas and over shards.
 
     Raises:
       ValueError, TypeError: an argument out of range, a basis that does not fit the params, no
