@@ -361,7 +361,10 @@ def _described(leaves: dict[str, jax.Array]) -> dict[str, Json]:
 
 @jax.jit
 def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return a weighted sum of each leaf's 32-bit words, mod 2**32; one altered word changes it."""
+    """Return for each leaf a weighted sum of its 32-bit words, mod 2**32.
+
+    If one word is altered, the sum changes.
+    """
     sums: dict[str, jax.Array] = {}
     for name, leaf in leaves.items():
         parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)

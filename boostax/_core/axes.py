@@ -212,7 +212,7 @@ def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None
 
 
 def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Return whether ``ok`` is true on all replicas and shards; one collective of 4 bytes."""
+    """Return whether ``ok`` is true on all replicas and shards, by one collective of 4 bytes."""
     return lax.pmin(ok.astype(jnp.int32), with_shards(ok, names)) > 0 if names else ok
 
 
@@ -274,12 +274,12 @@ def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def vmapped(names: tuple[str, ...]) -> bool:
-    """Return whether ``jax.vmap`` bound the names; some collectives have no batching rule."""
+    """Return whether ``jax.vmap`` bound the names; then some collectives have no batching rule."""
     return not frozenset(names).issubset(get_abstract_mesh().manual_axes)
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
-    """Refuse a predicate that may differ per replica, as collectives in a branch would deadlock.
+    """Refuse a predicate that may differ per replica: collectives in its branch would deadlock.
 
     JAX itself accepts a varying predicate.
     """

@@ -75,7 +75,7 @@ def called(factory: Callable[..., Extended], spec: Any, names: axes.AxisName | N
 
 
 def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
-    """Return a transformation that calls the result of ``pick``; ``sample`` has its description."""
+    """Return a transformation that calls the result of ``pick``, described like ``sample``."""
     sampled = gate_of(sample)
 
     # A gate gets a ``Pending`` and the argument ``apply``; any other part gets gradients.

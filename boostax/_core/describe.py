@@ -208,7 +208,7 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
 
 
 def elsewhere(extra: Mapping[str, PyTree], place: Callable[[PyTree], PyTree]) -> dict[str, PyTree]:
-    """Return extra arguments whose functions accept moved params, which ``place`` converts back."""
+    """Return extra arguments with functions of moved params; ``place`` moves the params back."""
     functions = {x: extra[x] for x in ("value_fn", "obj_fn") if extra.get(x) is not None}
     moved = {x: functools.partial(lambda f, y: f(place(y)), fn) for x, fn in functions.items()}
     return {**extra, **moved}

@@ -121,7 +121,7 @@ def scales_in(state: PyTree) -> list[jax.Array]:
 
 
 def marks(scale: object) -> list[Mark]:
-    """Return a list: the mark of an array, or a new mark, then all marks in the surrounding traces.
+    """Return the mark of an array, or a new mark, followed by all marks in the surrounding traces.
 
     A new mark is stored if the array is a tracer. If a new version of JAX hides the surrounding
     traces, more gradients are refused, and no gradient is wrongly accepted.

@@ -111,7 +111,7 @@ def evaluate(
     constant: Callable[[Any, Any], Any] = lambda value, aval: value,
     inline: Sequence[str] = (),
 ) -> list[Any]:
-    """Return the results of a program, equation by equation.
+    """Evaluate a program equation by equation, and return its results.
 
     Args:
       program: a traced program.

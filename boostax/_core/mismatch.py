@@ -27,8 +27,8 @@ _MOVES = "boostax.migrate_state(opt_state, tx, params) converts the state of ano
 def explaining(look: Callable[..., None], *args: PyTree, **kwargs: PyTree) -> Generator[None]:
     """Replace an error raised in this context by the error that ``look(*args, **kwargs)`` raises.
 
-    If the raised error is from boostax, it already names an argument. So only a ``TypeError``
-    replaces it.
+    If the raised error is from boostax, it already names an argument. So only a ``TypeError`` of
+    ``look`` replaces it.
     """
     try:
         yield

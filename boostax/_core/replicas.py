@@ -202,7 +202,7 @@ def specs_like(
 
 
 def shared_by(spec: P, shape: tuple[int, ...], names: tuple[str, ...], replicas: int) -> P:
-    """Shard the first unsharded dimension that is a multiple of ``replicas``, unless that is 0."""
+    """Shard the first unsharded dimension that ``replicas`` divides; if ``replicas`` is 0, none."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     pairs = zip(entries, shape, strict=True) if replicas and spec == without(spec, names) else ()
     for i, (entry, size) in enumerate(pairs):

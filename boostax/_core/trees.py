@@ -359,8 +359,8 @@ def put_back(new: PyTree, params: PyTree) -> PyTree:
 class Pruning(NamedTuple):
     """The positions of the leaves of a state for some params among the leaves for all params.
 
-    ``init`` is called with all params, and with some params. Leaves of the first state that are
-    missing in the second state belong to the other params. This method works for every wrapper, and
+    ``init`` is called with all params, and with some params. Leaves that are only in the state for
+    all params belong to the other params. This method works for every wrapper, and
     for state leaves of any shape.
 
     Attributes:

@@ -79,7 +79,7 @@ def _exceeded(options: argparse.Namespace, result: Audit) -> Iterator[str]:
 
 @contextlib.contextmanager
 def without_compiler_logs() -> Generator[None]:
-    """Hide the compilers' logs on the stderr descriptor, unless another package raises an error.
+    """Hide what compilers log to file descriptor 2, unless code of another package raises an error.
 
     Python's writes to ``sys.stderr``, such as warnings, are shown.
     """

@@ -45,7 +45,7 @@ _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
 def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Iterator[Waste]:
-    """Yield findings for each kind of waste, with the most expensive place of the kind.
+    """Yield a finding for each kind of waste, which names the most expensive place of the kind.
 
     Args:
       audit: the audit.

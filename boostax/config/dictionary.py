@@ -39,9 +39,9 @@ def from_mindspore(
 ) -> tuple[keys.Data, tuple[str, ...]]:
     """Read MindSpore's dictionary and level as MindSpore reads them.
 
-    The modes are MindSpore's: ``"auto"`` uses the techniques of the level, ``"manual"`` changes
-    this choice by the switches in ``"boost"``, ``"enable_all"`` uses all techniques, and
-    ``"disable_all"`` uses no technique. An unknown level means ``"O0"``. Unknown keys, switches
+    The modes are MindSpore's: ``"auto"`` uses the techniques of the level, ``"manual"`` changes the
+    techniques of the level by the switches in ``"boost"``, ``"enable_all"`` uses all techniques,
+    and ``"disable_all"`` uses no technique. An unknown level means ``"O0"``. Unknown keys, switches
     that the mode ignores, and settings of a technique that is off have no effect. Some techniques
     replace others: ``dim_reduce`` replaces the optimizer and all other techniques, and
     ``grad_freeze`` replaces AdaSum and accumulation. Freezing uses MindSpore's buckets of params,
@@ -58,8 +58,8 @@ def from_mindspore(
 
     Returns:
       The configuration as plain data, and notes on settings without effect and on differences that
-      may change the trained weights. Without notes, the trained weights are equal to MindSpore's.
-      Cost: none.
+      may change the trained weights. If there are no notes, the trained weights are equal to
+      MindSpore's. Cost: none.
 
     Raises:
       ValueError, TypeError: an unknown mode, a value out of range, or a manager that does not match

@@ -71,22 +71,21 @@ def migrate_state(
     """Migrate an optimizer state to a chain in which parts were added, removed or moved.
 
     The result has the structure of ``new_tx.init(params)``. A new state gets the arrays of an old
-    state of the same class, which may be inside a scaler, a window, ``optax.masked``, ``partition``
-    or ``inject_hyperparams``. If a class has several states, the pair of an old and a new state
-    that fits best is matched first. Among equal fits, the k-th old state is matched to the k-th new
-    state, outermost first. An array is kept if path, shape and dtype agree, so newly masked or
-    newly trained leaves do not affect other leaves. If only the precision differs, the array is
-    cast, and the report has a note. The moments of a leaf are all kept or all dropped. The counts
-    of a state with moments are kept only if moments of the state are kept. The arrays of a
+    state of the same class. The old state may be inside a scaler, a window, ``optax.masked``,
+    ``partition`` or ``inject_hyperparams``. If a class has several states, the pair of an old and a
+    new state that fits best is matched first. Among equal fits, the k-th old state is matched to
+    the k-th new state, outermost first. An array is kept if path, shape and dtype agree, so newly
+    masked or newly trained leaves do not affect other leaves. If only the precision differs, the
+    array is cast, and the report has a note. The moments of a leaf are all kept or all dropped. The
+    counts of a state with moments are kept only if moments of the state are kept. The arrays of a
     trajectory or a basis are kept only together.
 
-    An open window is refused. Moments and residuals are refused if another loss scale multiplies
-    their gradients in the new chain.
+    A state with an open window is refused. Moments and residuals are refused if another loss scale
+    multiplies their gradients in the new chain.
 
-    Some states of other libraries are translated: those of ``optax.MultiSteps`` (in both
-    directions) and ``optax.apply_if_finite``. Flax's ``DynamicScale`` and jmp's
-    ``DynamicLossScale`` and ``StaticLossScale`` are translated anywhere in the tree:
-    ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
+    The states of ``optax.MultiSteps`` (in both directions) and of ``optax.apply_if_finite`` are
+    translated. Flax's ``DynamicScale`` and jmp's ``DynamicLossScale`` and ``StaticLossScale`` are
+    translated anywhere in the tree: ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
     A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides the argument of
     ``new_tx``, and the report notes the difference.

@@ -37,7 +37,7 @@ def of_chain(
       who: the function that got the chain.
       tx: the chain.
       names: the replica axes that ``who`` binds.
-      opt_state: the state in a loop, which is warned once; or ``None``.
+      opt_state: the state in a loop, for which each warning is given once; or ``None``.
     """
     found, _ = once(tx.update, names, lambda: read(tx, names))
     report(who, "tx", found, None if opt_state is None else jax.tree.structure(opt_state))
@@ -56,7 +56,8 @@ def read(
 ) -> tuple[list[Finding], bool]:
     """Return the findings in a chain, and whether the chain scales the loss.
 
-    Under such a scale, a nonlinear backward rule would be wrong. ``step`` is the train step around
+    If the chain scales the loss, a nonlinear backward rule is wrong. ``step`` is the train step
+    around
     the chain, if there is one.
     """
     return findings(parts.rows(parts.read(tx)), step, bool(names)), scales(tx)

@@ -118,7 +118,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
 
 
 def directions(parts: Sequence[Row]) -> Iterator[Finding]:
-    """Yield parts on the wrong side of the learning rate's minus sign, and chains of wrong sign."""
+    """Yield parts on the wrong side of the learning rate, and chains with the wrong sign."""
     if any(row.sides for row in parts):
         return
     # Parts inside ``dim_reduce`` are not checked, because its residual optimizer itself flips the

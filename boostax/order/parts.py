@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the parts of a transformation and their roles, in the order that a gradient passes them.
+"""Read the parts of a transformation and their roles, in the order in which a gradient passes them.
 
 A described transformation (``boostax.describe``) names its own parts. A combinator of Optax is
 recognized by the name of its ``update``, and the parts inside are read from the closure of

@@ -132,7 +132,7 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
-    """Promise 6: gradients that autodiff has summed raise an error that names the fix."""
+    """Promise 6: gradients that autodiff summed over replicas raise an error with the fix."""
     raises(lambda: _trace_step(case, lambda params: params), "local_params")
 
 
@@ -142,7 +142,7 @@ def local_params_give_local_gradients(case: Case) -> None:
 
 
 def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
-    """Trace a step in ``shard_map`` with ``check_vma``; its gradient is at ``prepare(params)``."""
+    """Trace a step in ``shard_map`` with ``check_vma`` and the gradient at ``prepare(params)``."""
     tx = case.mapped(AXIS)
 
     def local(params: PyTree, x: jax.Array) -> PyTree:

@@ -18,7 +18,7 @@ def apply_gradients(
     params: types.Params,
     **extra_args: PyTree,
 ) -> tuple[types.Params, types.State]:
-    """Run ``tx.update`` and ``optax.apply_updates`` in one call, in which a branch skips steps.
+    """Run ``tx.update`` and ``optax.apply_updates`` in one call, with a branch for skipped steps.
 
     A skipped step, or a micro-step inside an accumulation window, writes no params. With donated
     buffers, the compilers for CPU, TPU v5e and H100 do not copy the params. A gate inside an Optax

@@ -254,7 +254,7 @@ class TrainStep:
         return None if schedule is None or isinstance(schedule.next_variant(), Tracer) else schedule
 
     def _of(self, state: TrainState) -> Programs:
-        """Return the programs for a state's structure, and the types and specs of its params."""
+        """Return the programs for a state's structure and for the types and specs of its params."""
         leaves = jax.tree.leaves(state.params)
         # Inside another program, params are traced. They may have a sharding in their type, but
         # have no attribute ``sharding``.
@@ -345,7 +345,7 @@ class Programs:
         return self._parts[depth]
 
     def jitted(self, kind: Kind, depth: int | None) -> jax.stages.Wrapped:
-        """Return the step or the flush at a depth; for ``None``, the program reads the depth."""
+        """Return the step or the flush at a depth; ``None`` means the depth in the state."""
         key = kind, depth
         if key not in self.compiled:
             shardings = self._shardings
@@ -457,8 +457,8 @@ def _strong(x: PyTree) -> PyTree:
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
     """Return the named arguments of ``update`` and of its parts, with True for required arguments.
 
-    The names are read from signatures and closures. Other arguments are not passed. If another
-    argument is required, Optax raises.
+    The names are read from signatures and closures. Arguments with other names are not passed to
+    ``update``. If ``update`` requires such an argument, Optax raises.
     """
     required: dict[str, bool] = {}
     seen: set[int] = set()

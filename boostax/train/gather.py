@@ -102,7 +102,7 @@ def gathering(
 def rounded(
     x: jax.Array, shards: Sequence[int], dtype: Gather, send: Callable[..., PyTree] = lambda x: x
 ) -> jax.Array:
-    """Return ``x`` as replicas receive it, if each dimension is split into ``shards`` shards.
+    """Return ``x`` as replicas receive it, if dimension ``i`` is split into ``shards[i]`` shards.
 
     ``send`` sends an array and returns the received array. It is called with ``x`` in bf16, or with
     codes and with scales of shape ``[*shards, ...]``.

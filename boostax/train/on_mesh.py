@@ -42,11 +42,11 @@ def on_mesh(
     Use ``on_mesh`` in your own loop if params are global arrays: replicated, or sharded over the
     axis of the batch (FSDP), another axis (HSDP), a model axis (tensor parallel), or several axes.
     ``boostax.value_and_grad(mesh=, axis_name=)`` returns gradients that are local to each replica,
-    a ``PerReplica`` of stacked arrays. The parts of ``tx`` need no ``axis_name``, because
+    stacked in a ``PerReplica``. The parts of ``tx`` need no ``axis_name``, because
     reductions, and gates around reductions, use the ``axis_name`` of ``on_mesh``. Before the
     reduction, every replica has different gradients. After the reduction, gradients, params and
-    state are ordinary global arrays, so any optimizer is correct for any sharding. Reductions other
-    than the mean receive the shards of each device.
+    state are ordinary global arrays, so any optimizer is correct for any sharding. A reduction
+    other than the mean receives each device's shards, not whole leaves.
 
     Args:
       tx: the optimizer, with a reduction first in the innermost chain.

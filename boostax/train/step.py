@@ -48,7 +48,7 @@ def make_train_step(
     Params are placed by ``param_specs``, or keep their placement. They may be replicated, or
     sharded over any axes of the mesh, including the axis of the batch (FSDP, HSDP, tensor
     parallel). On a mesh, the step is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh`` in
-    one ``jit``: ``loss_fn`` receives the rows of one replica, and params that are gathered over the
+    one ``jit``. ``loss_fn`` receives the rows of one replica, and params that are gathered over the
     replica axes.
 
     Args:
@@ -77,7 +77,8 @@ def make_train_step(
         and two more copies on TPU v5e.
       shard_optimizer: whether to shard the optimizer's state over the replicas (ZeRO, stage 1).
         Each leaf is sharded along its first unsharded dimension that the number of replicas
-        divides. Any optimizer can be sharded, because the optimizer receives global arrays.
+        divides. The state of any optimizer can be sharded, because the optimizer receives global
+        arrays.
       gather: ``"bfloat16"`` or ``"int8"``: the format in which params that are sharded over
         ``axis_name`` are all-gathered. The shards stay exact; see ``boostax.train.gather_params``.
       layers: options for stacked layers that ``loss_fn`` scans with ``boostax.train.scan_layers``;
