@@ -39,7 +39,7 @@ class Optimizer(nnx.Optimizer[_M]):
     This class replaces ``nnx.Optimizer``, and its objects are made, updated, split, merged and
     checkpointed in the same way. Gates (a loss scaler, a window) must be outermost in ``tx``. A
     step that a gate skips writes no params. ``value_and_grad`` returns the gradients that the chain
-    needs: gradients of the scaled loss, local to each replica, without the params that
+    expects. They are gradients of the scaled loss, local to each replica, without the params that
     ``scheduled_freeze`` freezes.
 
     Args:

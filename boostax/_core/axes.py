@@ -61,7 +61,7 @@ _BOUND = jax.make_user_context(Bound())
 
 @contextmanager
 def during(variable: ContextVar[Value], value: Value) -> Generator[None]:
-    """Set a context variable inside this context."""
+    """Set a context variable during a ``with`` block."""
     token = variable.set(value)
     try:
         yield
@@ -176,7 +176,7 @@ def types(tree: PyTree) -> list[frozenset[str]]:
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
-    """Cast arrays to vary over those of the given axes that ``shard_map`` maps.
+    """Cast arrays to vary over ``names``, without the axes that no ``shard_map`` maps.
 
     Outside ``shard_map``, or with ``check_vma=False``, the values stay unchanged.
     """

@@ -39,7 +39,7 @@ def message(who: str, argument: str, allowed: str, got: object, hint: str) -> st
 
 @contextlib.contextmanager
 def needing(who: str, package: str, extra: str) -> Generator[None]:
-    """Name the extra of boostax in the error for a package that is not installed."""
+    """Name, in the error for a missing package, the extra of boostax that installs the package."""
     try:
         yield
     except ImportError as error:

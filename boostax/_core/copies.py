@@ -112,7 +112,7 @@ def compared(
     Args:
       leaves: the shards of this device.
       due: bool scalar, whether to compare now. Each device reads its own copy of ``due``, so a
-        device with another count of calls is found.
+        device with a different count of calls is found.
       extra: numbers of this process, such as checksums of its program. In ``culprits`` these
         numbers precede the leaves.
       names: the axes of all devices.

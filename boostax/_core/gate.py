@@ -176,7 +176,7 @@ def refuse_gates(who: str, gates: Sequence[object]) -> None:
 def call(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
-    """Run the transformation inside a gate by its ``step``, or without one by its ``update``.
+    """Run the transformation inside a gate by its ``step`` or, if it has none, by its ``update``.
 
     A transformation without a gate computes in f32 or wider for params of any dtype, so that
     moments and weight decay are not rounded.

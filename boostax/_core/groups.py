@@ -16,7 +16,7 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     """Return the group of each leaf, the ints 0, 1, ... without a gap, and the number of groups.
 
     Without params, as in ``optax.tree.map_params``, the number is read from ``groups``. If
-    ``groups`` is a function, the result is a number that every schedule accepts.
+    ``groups`` is a function, the number is then one that every schedule accepts.
 
     Args:
       who: the name of the transformation, for errors.

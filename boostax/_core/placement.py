@@ -27,7 +27,8 @@ inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who
 2. The map over "host" calls the rule with gradients of shape ``[2, 4, 5]``. No axis is left, so the
    rule calls ``stacked``, which gets all replicas' arrays in one global call.
 3. ``stacked`` returns a tuple: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
-   without dimensions of replicas. Each rule reports to JAX that only the state is mapped.
+   without dimensions of replicas. Each call of the rule reports to JAX that only the state is
+   mapped.
 
 Inside ``Placement.map_replicas`` the placement is in the context variable ``HERE``, because
 ``jax.vmap`` passes only arrays, and the mapped code calls transformations of other libraries.

@@ -131,7 +131,7 @@ class Audit:
 
     @property
     def reductions(self) -> float:
-        """Return gradient elements reduced per optimizer step, as a multiple of the params.
+        """Return how many gradient elements an optimizer step reduces, as a multiple of the params.
 
         The value 1 means that each gradient is reduced once. Elements of unknown use count as
         gradients.
@@ -140,7 +140,7 @@ class Audit:
 
     @property
     def gathers(self) -> float:
-        """Return elements gathered per optimizer step, as a multiple of the params."""
+        """Return how many elements an optimizer step gathers, as a multiple of the params."""
         return self.per_step(self.gathered) / self.params if self.params else math.nan
 
     @property
@@ -182,10 +182,10 @@ def audit(
       target: see ``boostax.auditing.target_devices``; ``None`` for the devices of the arguments,
         which may be target devices. A program over a mesh of present devices can be moved to a
         target with as many devices.
-      params: the tree whose size is the unit of counts, or the number of an argument, by default 0.
-        With a number, the unit is the ``.params`` of that argument, or the argument itself if it
-        has no ``.params``. The argument of a ``jax.pmap`` function has the params of all replicas,
-        so pass one replica's params instead.
+      params: the tree whose size is the unit of counts, or the position of an argument, by default
+        0. With a position, the unit is the ``.params`` of that argument, or the argument itself if
+        it has no ``.params``. The argument of a ``jax.pmap`` function has the params of all
+        replicas, so pass one replica's params instead.
       calls: calls per optimizer step, which is the length of the window of ``boostax.accumulate``
         or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
@@ -204,7 +204,7 @@ def audit(
 
     Raises:
       ValueError, TypeError: an unknown target or program, or a program that cannot be moved; the
-        argument with the number ``params`` contains an optimizer's state or no floating array.
+        argument at the position ``params`` contains an optimizer's state or no floating array.
       RuntimeError: the compiler of the target is not installed.
 
     Example:

@@ -203,8 +203,8 @@ def _with_uses(
     If the reduction has no source line, it gets the line of its largest gradient.
 
     Names of operations distinguish the forward pass, the backward pass and the optimizer. A result
-    of the forward or backward pass counts as activations if at least two of three conditions are
-    met: the result belongs to the forward pass, the batch is not sharded over the reduction's axes
+    of the forward or backward pass counts as activations under at least two of three conditions:
+    the result belongs to the forward pass, the batch is not sharded over the reduction's axes
     (``across``), and the result's size is not among the ``sizes`` of gradients.
     """
     uses = collections.Counter[str]()

@@ -2,8 +2,8 @@
 """Print the audit of a compiled program: ``boostax audit module:function``.
 
 The function must return the program and its arguments, such as (step, state, batch). Arguments may
-be jax.ShapeDtypeStruct. If the function has a parameter, it receives the devices of the target, or
-else the present devices.
+be jax.ShapeDtypeStruct. A function with a parameter receives the devices of the target, or else the
+present devices.
 """
 
 import argparse

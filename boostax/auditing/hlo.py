@@ -157,7 +157,7 @@ class Program:
       computations: the instructions of each computation by name, in the order of the schedule.
       entry: the computation that a call runs.
       devices: the number of devices that run the program.
-      aliased: the numbers of the arguments whose buffers results reuse.
+      aliased: the numbers of the arguments whose buffers are reused by results.
       tables: the tables of source locations: each row by the table's heading and the row's number.
       trip_count: the trip count of loops whose trip count the program does not show; ``None`` if
         unknown.
@@ -241,9 +241,9 @@ class Program:
     def trips(self, site: Site) -> int | None:
         """Return how often the body of a ``while`` runs; ``None`` if unknown.
 
-        The compilers for CPU and GPU write the trip count into the text. For a TPU, the trip count
-        follows from the counter's first value, its increment, and its bound in the condition. A
-        loop whose condition is a flag that the body clears runs at most once.
+        The compilers for CPU and GPU write the trip count into the HLO text. For a TPU, the trip
+        count follows from the counter's first value, its increment, and its bound in the condition.
+        A loop whose condition is a flag that the body clears runs at most once.
         """
         loop = site.instruction
         if known := loop.attribute(r'"known_trip_count":\{"n":"?(\d+)'):

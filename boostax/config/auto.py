@@ -206,8 +206,8 @@ class Boost:
           source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
           params: the current params; if ``source`` is a state, they become its latest snapshot.
           residual: an optimizer for the part of the gradient outside of the span of the basis; the
-            part is averaged over ``axis_name`` first. ``None`` means the SGD of ``residual_rate``,
-            if that is set.
+            part is averaged over ``axis_name`` first. ``None`` means SGD with the rate
+            ``residual_rate``, if the configuration sets this rate.
           axis_name: the replica axis (or axes).
 
         Returns:

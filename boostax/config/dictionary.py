@@ -46,10 +46,10 @@ def from_mindspore(
     replace others: ``dim_reduce`` replaces the optimizer and all other techniques, and
     ``grad_freeze`` replaces AdaSum and accumulation. Freezing uses MindSpore's buckets of params,
     with separate moments for each depth. Centralization comes after weight decay and skips
-    dimensions that are not multiples of 16. LessBN leaves a model without norms or head unchanged.
-    ``loss_scale_manager`` is the result of ``DynamicLossScaleManager``, ``FixedLossScaleManager``
-    or ``GroupLossScaleManager``; set the switch ``loss_scale_group`` only with
-    ``GroupLossScaleManager``.
+    dimensions whose sizes are not multiples of 16. LessBN leaves a model unchanged if it has no
+    norm to remove and no Dense as head. ``loss_scale_manager`` is the result of
+    ``DynamicLossScaleManager``, ``FixedLossScaleManager`` or ``GroupLossScaleManager``; set the
+    switch ``loss_scale_group`` only with ``GroupLossScaleManager``.
 
     Args:
       data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``, which may be ``{}``.

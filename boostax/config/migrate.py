@@ -346,7 +346,10 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
-    """Return the arrays with the size of their replica dimension, and the size (0 without it)."""
+    """Return the arrays with the size of their replica dimension, and the size.
+
+    The size is 0 if no array has this dimension.
+    """
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
     counts = {0 if x == like else x[0] for x, like in shapes if like in (x, x[1:])}
     counts |= set[int]() if asked is None else {asked}
@@ -389,7 +392,7 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
     fitting = {(old, new): _fitting(olds[old], news[new]) for old, new in pairs}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
-        """Score fitting arrays, equal dtypes, surplus arrays (negative) and equal labels."""
+        """Count fitting arrays, equal dtypes, surplus arrays (negative) and equal labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
         good = len(fitting[pair])
         dtypes = {y.path: y.value.dtype for y in news[pair[1]].values()}

@@ -101,8 +101,8 @@ def average_params(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Average the params in the state; ``averaged_params`` reads the average.
 
-    The params are sampled after the applied steps :math:`\text{start} + 1 + i \cdot \text{every}`,
-    counted from 1, for :math:`i = 0, 1, \dots` The n-th sample gives
+    The params are sampled after applied step :math:`\text{start} + 1`, and then after each further
+    ``every`` applied steps. The n-th sample gives
 
     .. math::
       \text{ema: } a_n = a_{n-1} + \tfrac{1-d}{1-d^n}\,(p_n - a_{n-1}), \quad
@@ -110,16 +110,16 @@ def average_params(
       \text{lawa: } a_n = \tfrac1k \sum_{i<k} p_{n-i}
 
     with the decay :math:`d` and the size :math:`k`. ``"ema"`` is ``optax.ema`` of the params, with
-    bias correction. ``"window"`` is the mean of all params since ``start``, and stores only one
-    copy. Use ``"window"`` for the last steps of a run with a known length. ``"lawa"`` is the mean
-    of the latest ``size`` snapshots, or of all snapshots if there are fewer. Before the first
-    sample, ``averaged_params`` returns the params.
+    bias correction. ``"window"`` is the mean of all samples, and stores only one copy. Use
+    ``"window"`` for the last steps of a run with a known length. ``"lawa"`` is the mean of the
+    latest ``size`` snapshots, or of all snapshots if there are fewer. Before the first sample,
+    ``averaged_params`` returns the params.
 
     Put ``average_params`` around any optimizer or gate, or inside gates. Around
     ``boostax.precision.store``, ``average_params`` averages the f32 masters. A step that an inner
     or outer gate skips leaves the average unchanged bit for bit. The average is cheapest directly
-    around the optimizer, because one loop over the elements then computes both the update and the
-    average: ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
+    around the optimizer, because one loop over the elements then computes update and average, as in
+    ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
 
     Args:
       inner: the optimizer, with gates or without. The params must be equal on all replicas.

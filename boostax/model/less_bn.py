@@ -95,7 +95,7 @@ class Flow(NamedTuple):
     Attributes:
       nodes: all nodes from which the value is computed.
       norms: the norms from which the value is computed without another norm in between.
-      sites: the last nodes before the value that are not inputs.
+      sites: the last nodes before the value, except inputs.
     """
 
     nodes: Nodes = frozenset()
@@ -309,7 +309,7 @@ def changed(
 
 
 def _chosen(norms: tuple[Norm, ...], remove: Remove) -> tuple[Norm, ...]:
-    """Return the norms with the verdicts of the argument ``remove``."""
+    """Return the norms, removed or kept as the argument ``remove`` decides."""
     if callable(remove):
         chosen = [(x.path, bool(remove(x.path, x.removed))) for x in norms]
         return tuple(Norm(x, goes, f"remove says {'so' if goes else 'no'}") for x, goes in chosen)

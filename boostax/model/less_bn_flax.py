@@ -101,7 +101,7 @@ def _marked(paths: list[str], layer: Layer, path: str, x: jax.Array, result: Cal
 
 @functools.cache
 def _marking_class(cls: type) -> type:
-    """Make a subclass whose call marks the trace.
+    """Make a subclass of a layer's class whose calls insert marks in the trace.
 
     The result is cached, because NNX keeps all classes alive.
     """

@@ -68,7 +68,7 @@ class Case:
         return drawn(self.make(optimizer() if inner is None else inner, None))
 
     def mapped(self, axis_name: AxisName, inner: Any = None) -> Chain:
-        """Make the transformation for a mapped function, after a mean unless the case reduces."""
+        """Make the transformation for mapped functions; unless it reduces, a mean precedes it."""
         inner = optimizer() if inner is None else inner
         inner = inner if self.reduces else optax.chain(all_reduce(axis_name), inner)
         return drawn(self.make(inner, axis_name))

@@ -104,8 +104,8 @@ def rounded(
 ) -> jax.Array:
     """Return ``x`` as replicas receive it, if dimension ``i`` is split into ``shards[i]`` shards.
 
-    ``send`` sends an array and returns the received array. It is called with ``x`` in bf16, or with
-    codes and with scales of shape ``[*shards, ...]``.
+    ``send`` sends an array and returns the received array. The array is ``x`` in bf16, or the codes
+    or the scales, of shape ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
         # XLA may remove a pair of conversions and gather in the wide dtype, but XLA does not remove

@@ -66,7 +66,8 @@ def on_mesh(
       like a param is sharded like the param, and per-replica state has a leading dimension of
       replicas. ``update`` accepts ``PerReplica`` gradients, or the stacked arrays that a
       ``PerReplica`` contains. On an Explicit mesh, ``update`` also accepts gradients of the mean
-      loss whose type is unreduced over the replica axes. Cost: as ``tx``. With ``shard_optimizer``,
+      loss if their type is unreduced over the replica axes. Cost: as ``tx``. With
+      ``shard_optimizer``,
       each device has ``1/n`` of the state and of the arithmetic, and changed params are
       all-gathered.
 
@@ -261,7 +262,7 @@ def _stacked(grads: PyTree, place: Placement) -> PerReplica:
 
 
 def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:
-    """Refuse gradients shaped like the params, which are already reduced."""
+    """Refuse gradients with the shapes of the params, because they are already reduced."""
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(local_types(params))}
     hint = "Use boostax.value_and_grad(loss, mesh=mesh), or optimizer.value_and_grad(loss)(model, "
     hint += "batch) in NNX; gradients of jax.grad are already reduced."

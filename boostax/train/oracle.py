@@ -526,7 +526,7 @@ Around = Callable[[Oracle, Policy | None], Oracle]
 
 
 class Backward(abc.ABC):
-    """The base class of ``boostax.train.Layers``, which runs in the backward pass."""
+    """The base class of ``Layers``, which moves the optimizer's work to the backward pass."""
 
     @abc.abstractmethod
     def planned(
