@@ -86,7 +86,7 @@ def require_scalar(who: str, argument: str, value: object) -> None:
 def number(
     who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
 ) -> Any:
-    """Require a finite real scalar that passes ``test``; of a tracer, only the shape is checked."""
+    """Require a finite real scalar that passes ``test``; for tracers, only the shape is checked."""
     require_scalar(who, argument, value)
     # Inside ``optax.inject_hyperparams``, the value is traced.
     if isinstance(value, Tracer):

@@ -11,8 +11,8 @@ Everything between the backward pass and the scaler must be homogeneous of degre
 (``degrees.py``): casts, products with constants and means over replicas have degree 1, but a clip,
 a weight decay or a sign has not. JAX names the equations of a backward pass, and keeps the equation
 that made each traced array until the trace ends. These equations are not known for gradients of
-another ``jax.jit``, and for gradients that no backward pass of JAX computed, so nothing is refused
-there.
+another ``jax.jit``, and for gradients that no backward pass of JAX computed, so these gradients are
+not refused.
 
 Gradients from another ``jax.jit`` have no mark; ``assume_scaled`` adds a mark. Outside a trace
 nothing is checked, because gradients of a compiled function have no mark.

@@ -176,7 +176,7 @@ class Program:
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
-        """Yield the sites of a computation, which is number ``index`` among those of the caller."""
+        """Yield the sites of a computation, whose index in the caller's ``called`` is ``index``."""
         executions, branches, loops, fused = caller[3:] if caller else (1, (), (), False)
         if caller is not None:
             outer = caller.instruction

@@ -45,7 +45,7 @@ _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
 def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Iterator[Waste]:
-    """Yield a finding for each kind of waste, which names the most expensive place of the kind.
+    """Yield for each kind of waste a finding that names the most expensive place.
 
     Args:
       audit: the audit.

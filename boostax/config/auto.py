@@ -204,7 +204,7 @@ class Boost:
 
         Args:
           source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
-          params: the current params; if ``source`` is a state, they become its latest snapshot.
+          params: the current params, which become the latest snapshot if ``source`` is a state.
           residual: an optimizer for the part of the gradient outside of the span of the basis; the
             part is averaged over ``axis_name`` first. ``None`` means SGD with the rate
             ``residual_rate``, if the configuration sets this rate.

@@ -209,7 +209,7 @@ def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple
 
 
 def _by_servers(factory: Factory, arguments: Data, parts: list[Tx], place: Data) -> list[Tx]:
-    """Put ``adasum_delta`` around a chain, or a mean in front of it if there is one replica axis.
+    """Put ``adasum_delta`` around a chain; with one replica axis, put a mean in front of the chain.
 
     During a trace, the chain refuses replica axes with sizes other than those of
     ``mesh_of_servers``.

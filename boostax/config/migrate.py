@@ -92,8 +92,9 @@ def migrate_state(
 
     Args:
       old_state: the saved state, or an NNX optimizer. In a ``TrainState``, per-replica state has a
-        leading dimension of replicas. If a serialiser converted the state to dicts and lists, its
-        classes are recognised by the names of their fields, which may be the names of boostax 0.3.
+        leading dimension of replicas. If a serialiser converted the state to dicts and lists, the
+        classes in the state are recognised by the names of their fields, including the names of
+        boostax 0.3.
       new_tx: the transformation that continues the run, which may be a result of
         ``boostax.on_mesh``.
       params: the trained params; pass ``TrainState.params`` unchanged.
@@ -346,7 +347,7 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
-    """Return the arrays with the size of their replica dimension, and the size.
+    """Set the size of the replica dimension in the arrays; return the arrays and the size.
 
     The size is 0 if no array has this dimension.
     """

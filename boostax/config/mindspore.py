@@ -4,10 +4,10 @@
 A manager is a value in a dictionary for ``boostax.auto``. An optimizer is a chain of Optax that
 computes the same updates as the optimizer of the same name in ``mindspore.nn``.
 
-If MindSpore gets params without groups, its weight decay excludes params whose names contain
-``beta`` or ``gamma``, which are the vectors of norms. In boostax, weight decay excludes all params
-of a layer with a norm's name (``boostax.precision.policy.NORMS``), and params with ``beta`` or
-``gamma`` in their path.
+If MindSpore gets params without groups, its weight decay excludes the vectors of norms, which are
+params whose names contain ``beta`` or ``gamma``. In boostax, weight decay excludes all params of a
+layer with a norm's name (``boostax.precision.policy.NORMS``), and params with ``beta`` or ``gamma``
+in their path.
 
 References:
   MindSpore 2.10, ``mindspore/nn/optim``, ``mindspore/train/loss_scale_manager.py``.

@@ -255,7 +255,7 @@ class _Replica:
     def update(
         self, name: str, weight: Weight, layer: PyTree, grads: Arrays, finite: jax.Array
     ) -> PyTree:
-        """Add a layer's gradients to their sums, or update the layer unless it is skipped."""
+        """Add a layer's gradients to their sums, or update the layer if it is not skipped."""
         if weight is not None:
             # Without items, a mean loss is 0/0 and its gradient is NaN, so the gradient becomes 0.
             products = (g.astype(trees.wide_dtype(g)) * weight for g in grads)

@@ -56,8 +56,8 @@ def read(
 ) -> tuple[list[Finding], bool]:
     """Return the findings in a chain, and whether the chain scales the loss.
 
-    If the chain scales the loss, a nonlinear backward rule is wrong. ``step`` is the train step
-    around
+    If the chain scales the loss, a nonlinear backward
+    rule is wrong. ``step`` is the train step around
     the chain, if there is one.
     """
     return findings(parts.rows(parts.read(tx)), step, bool(names)), scales(tx)

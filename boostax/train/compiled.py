@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled programs of a train step, which donate the state."""
+"""The compiled programs of a train step; each program donates the state."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ class TrainStep:
         Args:
           params: the initial params. ``init`` copies the params, so that donation never deletes the
             caller's arrays. With ``jax.ShapeDtypeStruct``, the result is a state of types with
-            shardings, to lower the step for absent devices (``boostax.auditing.target_devices``).
+            shardings, with which the step can be lowered for absent devices
+            (``boostax.auditing.target_devices``).
           key: PRNG key, from which each call, micro-batch and replica derives a different key for
             the loss, ``key=``.
           model_state: passed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.

@@ -66,8 +66,8 @@ def on_mesh(
       like a param is sharded like the param, and per-replica state has a leading dimension of
       replicas. ``update`` accepts ``PerReplica`` gradients, or the stacked arrays that a
       ``PerReplica`` contains. On an Explicit mesh, ``update`` also accepts gradients of the mean
-      loss if their type is unreduced over the replica axes. Cost: as ``tx``. With
-      ``shard_optimizer``,
+      loss if their type is unreduced over the replica
+      axes. Cost: as ``tx``. With ``shard_optimizer``,
       each device has ``1/n`` of the state and of the arithmetic, and changed params are
       all-gathered.
 
@@ -240,8 +240,8 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
 def _stacked(grads: PyTree, place: Placement) -> PerReplica:
     """Return stacked gradients; stack gradients whose type is unreduced.
 
-    An unreduced gradient is a sum over ``n`` replicas, of which each device has one term: ``1/n``
-    of the gradient of the mean loss of its replica.
+    An unreduced gradient is a sum over ``n`` replicas, and each device has one term of the sum:
+    ``1/n`` of the gradient of its replica's mean loss.
     """
 
     def stacked(x: jax.Array) -> jax.Array:

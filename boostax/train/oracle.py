@@ -104,8 +104,8 @@ def value_and_grad(
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
     ``mesh``, call the result in plain ``jit`` on global arrays. The loss is then mapped over only
     the replica axes, with ``check_vma=False``, so any loss works. Over all other axes, XLA
-    partitions the loss; on an Explicit mesh, the partition follows the shardings of the arrays in
-    the loss.
+    partitions the loss; on an Explicit mesh, the partition
+    follows the shardings of the arrays in the loss.
     Gradients are a ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Of the results, only
     the loss and ``Aux`` are reduced over the replicas.
 
@@ -241,7 +241,7 @@ class Oracle(Generic[Value, Params, Grads]):
         return self.mesh is not None
 
     def placed(self, types: PyTree, place: placement.Placement | None, wire: str | None) -> Oracle:
-        """Return this function for params of these types and placement, gathered in ``wire``."""
+        """Return the gradient function for params of these types and this placement."""
         return self
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:

@@ -70,7 +70,8 @@ def make_train_step(
         ``None`` keeps the placement of the params in ``step.init``.
       freeze_driver: how a step with ``scheduled_freeze`` is compiled. ``"host"`` compiles a program
         for each depth when the depth first occurs, and the host chooses the program. ``"switch"``
-        compiles one program for all depths, which also runs inside ``jax.jit`` or ``jax.lax.scan``.
+        compiles one program for all depths. This program
+        also runs inside ``jax.jit`` or ``jax.lax.scan``.
         The program of ``"switch"`` has a copy of the optimizer's code for each depth, and a step
         runs one copy. At 2, 4 and 10 depths, the program has 1.5, 2.5 and 5.5 times the optimizer's
         operations. The program also needs one more temporary copy of the params on CPU and H100,
