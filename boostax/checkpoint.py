@@ -255,9 +255,9 @@ class _Manager(ocp.CheckpointManager):
     """An orbax manager that does not query JAX's preemption sync point.
 
     orbax's manager asks JAX at the start and end of every save whether a SIGTERM has arrived. Each
-    query sets the step counter with which the processes agree on the step at which to stop. A query
-    from a save in the background would set the counter back, and the processes would stop after
-    different steps. The training loop itself makes one query per step.
+    query sets a step counter. By this counter, the processes agree on the step at which to stop. A
+    query from a save in the background would set the counter back, and the processes would stop
+    after different steps. The training loop itself makes one query per step.
     """
 
     def reached_preemption(self, step: int) -> bool:

@@ -154,8 +154,8 @@ def specs_like(
       owners: the shape and spec of each param, by its path.
       state: a state from ``tx.init``, or its types.
       names: the replica axes.
-      shared_out: the number of replicas, to shard state that is equal on all replicas over the
-        replicas; otherwise 0.
+      shared_out: the number of replicas, if state that is equal on all replicas is to be sharded;
+        otherwise 0.
       sizes: the sizes of the mesh axes; needed to shard scales along dimensions that are divided
         into blocks.
     """

@@ -182,10 +182,10 @@ def audit(
       target: see ``boostax.auditing.target_devices``; ``None`` for the devices of the arguments,
         which may be target devices. A program over a mesh of present devices can be moved to a
         target with as many devices.
-      params: the tree whose size is the unit of counts, or the position of an argument, by default
-        0. With a position, the unit is the ``.params`` of that argument, or the argument itself if
-        it has no ``.params``. The argument of a ``jax.pmap`` function has the params of all
-        replicas, so pass one replica's params instead.
+      params: the tree whose size is the unit of counts, or an argument's position, 0 by default.
+        With a position, the unit is the ``.params`` of that argument, or the argument itself if it
+        has no ``.params``. The argument of a ``jax.pmap`` function has the params of all replicas,
+        so pass one replica's params instead.
       calls: calls per optimizer step, which is the length of the window of ``boostax.accumulate``
         or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default

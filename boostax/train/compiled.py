@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled programs of a train step; each program donates the state."""
+"""Compiled programs of a train step; each program donates the state."""
 
 from __future__ import annotations
 
