@@ -160,7 +160,7 @@ def names(tree: PyTree) -> list[str]:
 
 
 def plain_path(path: KeyPath) -> tuple[str, ...]:
-    """Return the names on a path, the same for an NNX module, its state and its arrays."""
+    """Return a path's names, which are the same for an NNX module, its state and its arrays."""
     path = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return tuple(path_name((key,)) for key in path)
 

@@ -194,7 +194,7 @@ def _renamed(
     wrap: Callable[..., PyTree],
     unwrap: Callable[..., PyTree] = operator.attrgetter("gate_state"),
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` with its state in ``gate_state`` of the state that ``wrap`` makes."""
+    """Return ``tx`` with a state from ``wrap``, whose ``gate_state`` is the state of ``tx``."""
     update: Any = tx.update
 
     @describe(who, "nothing", inner={"gate_state": tx})

@@ -95,7 +95,7 @@ class LayeredOracle(Oracle):
         return True
 
     def check(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
-        """Refuse a loss that does not scan a stack, or that uses its params elsewhere, too."""
+        """Refuse a loss that does not scan a stack or also uses the stack's params elsewhere."""
         if self.mesh is not None:
             super().check(program, trained)
         if not scan.STACKS.get():

@@ -143,7 +143,7 @@ def _injected(values: Mapping[str, Any]) -> object:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
     Optax reads the numbers from the state. In the transformation made here, each number is the
-    default, or 1.
+    argument's default, or 1 without a default.
     """
     arguments = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:

@@ -107,7 +107,7 @@ def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
 
 
 def skips(case: Case, train: Callable[..., Carry], replicas: int, what: str) -> None:
-    """Require that a run with bad gradients on one replica ends like a run without them."""
+    """Require that bad gradients on one replica do not change the result of a run."""
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
     bad = arrays.poison(replica_grads(99, replicas), jnp.nan)
     skipped = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
