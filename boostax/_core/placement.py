@@ -5,8 +5,8 @@ The file has four parts: ``Placement``, whose ``map_replicas`` calls per-replica
 of params and optimizer state; gathers of params; and calls that run outside of the ``vmap`` of
 ``map_replicas``.
 
-In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
-...]``, sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
+In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of arrays ``[n, ...]``,
+sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
 dimension by ``jax.vmap``: a value that differs per replica is batched, and any other value is an
 ordinary global array in any sharding. A sum over the replicas becomes a sum over the first
 dimension, which XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the

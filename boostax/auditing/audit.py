@@ -126,7 +126,7 @@ class Audit:
     advice: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Return the sum over ``calls - 1`` calls in a window and one applied call."""
+        """Return the sum of a count over ``calls - 1`` calls in a window and one applied call."""
         return ways.most + ((self.calls - 1) * ways.held if self.calls > 1 else 0)
 
     @property
