@@ -200,7 +200,7 @@ def _with_uses(
 ) -> CompiledCollective:
     """Determine the uses of a reduction's elements.
 
-    If the reduction has no source line, it gets the line of its largest gradient.
+    If the reduction has no usable source line, it gets the line of its largest gradient.
 
     Names of operations distinguish the forward pass, the backward pass and the optimizer. A result
     of the forward or backward pass counts as activations under at least two of three conditions:
