@@ -258,9 +258,9 @@ class _Manager(ocp.CheckpointManager):
     """An orbax manager that does not query JAX's preemption sync point.
 
     orbax's manager asks JAX at the start and end of every save whether a SIGTERM has arrived. Each
-    query sets the step counter with which the processes agree on the step at which to stop. A query
-    from a save in the background would set the counter back, and the processes would stop after
-    different steps. The training loop itself makes one query per step.
+    query sets a step counter. By this counter, the processes agree on the step at which to stop. A
+    query from a save in the background would set the counter back, and the processes would stop
+    after different steps. The training loop itself makes one query per step.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -364,7 +364,10 @@ def _described(leaves: dict[str, jax.Array]) -> dict[str, Json]:
 
 @jax.jit
 def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return a weighted sum of each leaf's 32-bit words, mod 2**32; one altered word changes it."""
+    """Return for each leaf a weighted sum of its 32-bit words, mod 2**32.
+
+    If one word is altered, the sum changes.
+    """
     sums: dict[str, jax.Array] = {}
     for name, leaf in leaves.items():
         parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a chain or a train step: its parts, and errors in the order of the parts."""
+"""Explain a chain or a train step: list its parts, and report wrong orders of parts."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """List the parts of a chain, and errors in the order of the parts; ``print`` shows a table.
+    """List the parts of a chain, and report wrong orders of parts; ``print`` shows a table.
 
     Attributes:
       parts: the parts, in the order in which a gradient passes them. Each part has a ``name``, a
@@ -76,12 +76,11 @@ def explain(
     batch: PyTree = None,
     **kwargs: PyTree,
 ) -> Explanation:
-    """List the parts of a chain or a train step, and errors in the order of the parts.
+    """List the parts of a chain or a train step, and report wrong orders of parts.
 
-    Parts are listed in the order in which a gradient passes them. Known errors of order, such as a
-    clip before the loss scaler or a mean before AdaSum, are reported with the reason and a fix. A
-    part of another package has the role ``"unknown"``, and the position of that part is not
-    checked.
+    Parts are listed in the order in which a gradient passes them. Wrong orders, such as a clip
+    before the loss scaler or a mean before AdaSum, are reported with the reason and a fix. A part
+    of another package has the role ``"unknown"``, and the position of that part is not checked.
 
     With a batch and a train step that scales the loss, ``explain`` also reports backward rules
     (``jax.custom_vjp``) that are not linear in the cotangent, and params whose unscaled gradients

@@ -38,7 +38,7 @@ class Optimizer(nnx.Optimizer[_M]):
     This class replaces ``nnx.Optimizer``, and its objects are made, updated, split, merged and
     checkpointed in the same way. Gates (a loss scaler, a window) must be outermost in ``tx``. A
     step that a gate skips writes no params. ``value_and_grad`` returns the gradients that the chain
-    needs: gradients of the scaled loss, local to each replica, without the params that
+    expects. They are gradients of the scaled loss, local to each replica, without the params that
     ``scheduled_freeze`` freezes.
 
     Args:
@@ -151,8 +151,8 @@ class Optimizer(nnx.Optimizer[_M]):
         Args:
           loss_fn: ``loss_fn(model, *batch, **arguments)``; a scalar, or ``(loss, aux)``. Variables
             that the loss changes in the model (BatchNorm statistics, dropout counters) are averaged
-            over the replicas. The new values are kept, unless one of them is not finite. As in
-            ``nnx.value_and_grad``, the variables change even if a scaler skips the step.
+            over the replicas. If a new value is not finite, all variables keep their old values. As
+            in ``nnx.value_and_grad``, the variables change even if a scaler skips the step.
           has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
             ``boostax.Aux`` is combined. Any other aux is not combined: with several replicas, it is
             returned in a ``PerReplica``, whose ``local`` has a leading dimension of replicas.

@@ -61,7 +61,7 @@ _BOUND = jax.make_user_context(Bound())
 
 @contextmanager
 def during(variable: ContextVar[Value], value: Value) -> Generator[None]:
-    """Set a context variable inside this context."""
+    """Set a context variable during a ``with`` block."""
     token = variable.set(value)
     try:
         yield
@@ -176,7 +176,7 @@ def types(tree: PyTree) -> list[frozenset[str]]:
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
-    """Cast arrays to vary over those of the given axes that ``shard_map`` maps.
+    """Cast arrays to vary over ``names``, without the axes that no ``shard_map`` maps.
 
     Outside ``shard_map``, or with ``check_vma=False``, the values stay unchanged.
     """
@@ -212,7 +212,7 @@ def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None
 
 
 def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Return whether ``ok`` is true on all replicas and shards; one collective of 4 bytes."""
+    """Return whether ``ok`` is true on all replicas and shards, by one collective of 4 bytes."""
     return lax.pmin(ok.astype(jnp.int32), with_shards(ok, names)) > 0 if names else ok
 
 
@@ -274,12 +274,12 @@ def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def vmapped(names: tuple[str, ...]) -> bool:
-    """Return whether ``jax.vmap`` bound the names; some collectives have no batching rule."""
+    """Return whether ``jax.vmap`` bound the names; then some collectives have no batching rule."""
     return not frozenset(names).issubset(get_abstract_mesh().manual_axes)
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
-    """Refuse a predicate that may differ per replica, as collectives in a branch would deadlock.
+    """Refuse a predicate that may differ per replica: collectives in its branch would deadlock.
 
     JAX itself accepts a varying predicate.
     """

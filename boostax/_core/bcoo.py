@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse gradients: JAX's ``BCOO`` of rows of an embedding, or of single elements.
 
-``describe`` converts sparse gradients to dense arrays before a transformation of boostax gets them:
-rows with the same index are added, and rows out of range are dropped.
+``describe`` converts sparse gradients to dense arrays before a transformation of boostax gets them.
+The conversion adds rows with the same index, and drops rows out of range.
 """
 
 import sys

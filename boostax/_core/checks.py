@@ -39,7 +39,7 @@ def message(who: str, argument: str, allowed: str, got: object, hint: str) -> st
 
 @contextlib.contextmanager
 def needing(who: str, package: str, extra: str) -> Generator[None]:
-    """Name the extra of boostax in the error for a package that is not installed."""
+    """Name, in the error for a missing package, the extra of boostax that installs the package."""
     try:
         yield
     except ImportError as error:
@@ -95,7 +95,7 @@ def number(
     most: float = math.inf,
     below: float = math.inf,
 ) -> Any:
-    """Require a finite real scalar within the limits; of a tracer, only the shape is checked.
+    """Require a finite real scalar within the limits; for tracers, only the shape is checked.
 
     The value may equal ``least`` and ``most``, but not ``above`` or ``below``.
     """

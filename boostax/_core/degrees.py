@@ -41,7 +41,7 @@ def _kinds() -> Mapping[str, Degree]:
 
 
 def degrees(program: jaxprs.ClosedJaxpr, known: Sequence[Degree]) -> list[Degree]:
-    """Return the degrees of the results; inputs after the ``known`` ones are cotangents."""
+    """Return the degrees of the results; inputs after those in ``known`` are cotangents."""
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
     inputs = [x if is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
     # If the branches of a condition or the iterations of a loop give a value different degrees,

@@ -181,8 +181,10 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
     """Return the variants of a transformation; ``None`` if its step is compiled only once.
 
     A step is compiled once for each variant. The variants of ``scheduled_freeze`` are the numbers
-    of frozen groups. Its ``update`` gets this number as a Python integer by the keyword ``depth``.
-    The ``next_variant()`` of its state is the variant of the next call, an i32 scalar. A gate of
+    of frozen groups. The ``update`` of ``scheduled_freeze`` gets this number as a Python integer by
+    the keyword ``depth``.
+    The method ``next_variant()`` of the state returns
+    the variant of the next call, an i32 scalar. A gate of
     the role ``"watch"``, such as ``average_params``, has the variants of the transformation inside.
     """
     description = getattr(tx.update, "description", None)
@@ -192,7 +194,7 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
 
 
 def elsewhere(extra: Mapping[str, PyTree], place: Callable[[PyTree], PyTree]) -> dict[str, PyTree]:
-    """Return extra arguments whose functions accept moved params, which ``place`` converts back."""
+    """Return extra arguments whose functions of params first convert the params by ``place``."""
     functions = {x: extra[x] for x in ("value_fn", "obj_fn") if extra.get(x) is not None}
     moved = {x: functools.partial(lambda f, y: f(place(y)), fn) for x, fn in functions.items()}
     return {**extra, **moved}
@@ -201,8 +203,8 @@ def elsewhere(extra: Mapping[str, PyTree], place: Callable[[PyTree], PyTree]) ->
 def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
     """Return the named arguments of ``update`` and of its parts, with True for required arguments.
 
-    The names are read from signatures and closures. Other arguments are not passed. If another
-    argument is required, Optax raises.
+    The names are read from signatures and closures. Arguments with other names are not passed to
+    ``update``. If ``update`` requires such an argument, Optax raises.
     """
     required: dict[str, bool] = {}
     seen: set[int] = set()

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: one branch that runs the inner transformation, or returns the old state.
 
-Its form follows from measurements on the compilers for CPU, TPU and GPU (``docs/compilers.md``):
+The form of the branch follows from measurements on the compilers for CPU, TPU and GPU
+(``docs/compilers.md``):
 
 * ``where`` needs the old and the new moments at once, so XLA cannot reuse a buffer. A branch around
   the update *and* its application lets XLA write donated buffers in place.
 * With ``lax.cond``, XLA:CPU copies pass-through operands unless the True branch does the work
   (https://github.com/jax-ml/jax/issues/39449), and XLA:GPU copies them unless the False branch does
-  the work. ``lax.switch`` on an int32 preserves the order of the branches, and with it no compiler
+  the work. With ``lax.switch`` on an int32, which preserves the order of the branches, no compiler
   copies these operands.
 * A pure ``update`` returns updates, so it needs one buffer of the size of the params.
 
@@ -175,7 +176,7 @@ def refuse_gates(who: str, gates: Sequence[object]) -> None:
 def call(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
-    """Run the transformation inside a gate by its ``step``, or without one by its ``update``.
+    """Run the transformation inside a gate by its ``step`` or, if it has none, by its ``update``.
 
     A transformation without a gate computes in f32 or wider for params of any dtype, so that
     moments and weight decay are not rounded.

@@ -16,12 +16,13 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     """Return the group of each leaf, the ints 0, 1, ... without a gap, and the number of groups.
 
     Without params, as in ``optax.tree.map_params``, the number is read from ``groups``. If
-    ``groups`` is a function, the result is a number that every schedule accepts.
+    ``groups`` is a function, the number is then one that every schedule accepts.
 
     Args:
       who: the name of the transformation, for errors.
       groups: one of these forms. A tree of ints like the params, or a prefix of such a tree. A
-        dictionary of ints by path names, or by patterns, which match every leaf. A function of a
+        dictionary of ints by path names or patterns,
+        which together match every leaf. A function of a
         leaf's path name and the leaf. A list whose entry ``i`` has the pattern, or the patterns, of
         group ``i`` (``fnmatch`` on path names; the name of a module matches all leaves of the
         module); leaves without a match are the last group. The result of

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A handshake between scaled gradients and the scaler that divides them again.
 
-If the loss was not multiplied, the scaler would still divide the gradients by the scale, for
+If the loss was not multiplied by the scale, the scaler would still divide the gradients, for
 example by 65536. Training would stop, and no metric would show why. So code that multiplies a loss
 by a scale marks the scale, and a scaler checks during tracing that the scaler's *own* scale has a
 mark. A mark is stored for the identity of a tracer, is deleted with the trace, and adds nothing to
@@ -10,8 +10,9 @@ the program.
 Everything between the backward pass and the scaler must be homogeneous of degree 1 in the gradients
 (``degrees.py``): casts, products with constants and means over replicas have degree 1, but a clip,
 a weight decay or a sign has not. JAX names the equations of a backward pass, and keeps the equation
-that made each traced array until the trace ends. Nothing is refused where these equations cannot be
-read: for gradients of another ``jax.jit``, and for gradients that no backward pass of JAX computed.
+that made each traced array until the trace ends. These equations are not known for gradients of
+another ``jax.jit``, and for gradients that no backward pass of JAX computed, so these gradients are
+not refused.
 
 Gradients from another ``jax.jit`` have no mark; ``assume_scaled`` adds a mark. Outside a trace
 nothing is checked, because gradients of a compiled function have no mark.
@@ -121,7 +122,7 @@ def scales_in(state: PyTree) -> list[jax.Array]:
 
 
 def marks(scale: object) -> list[Mark]:
-    """Return a list: the mark of an array, or a new mark, then all marks in the surrounding traces.
+    """Return the mark of an array, or a new mark, followed by all marks in the surrounding traces.
 
     A new mark is stored if the array is a tracer. If a new version of JAX hides the surrounding
     traces, more gradients are refused, and no gradient is wrongly accepted.
@@ -178,7 +179,7 @@ def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
 
 
 def _recorded(tree: PyTree) -> list[Any]:
-    """Return the recorded arrays behind the traced arrays of a tree, without the constants."""
+    """Return the recorded arrays of the tracers in a tree, without the constants."""
     recorded = list[Any]()
     for x in jax.tree.leaves(tree):
         while isinstance(x, Tracer) and not hasattr(x, "parent"):

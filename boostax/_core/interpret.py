@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only interpreter of jaxprs: a table of the equations that contain programs, and four walks.
 
-Code that reads or replays a jaxpr is a rule for one of the walks. Only this module uses JAX's
+Code that reads or replays a jaxpr passes a rule to one of the walks. Only this module uses JAX's
 names of calls, loops and branches, and maps the operands of an equation to the inputs of the
 equation's *bodies*, which are the programs inside.
 
@@ -114,7 +114,7 @@ def evaluate(
     constant: Callable[[Any, Any], Any] = lambda value, aval: value,
     inline: Sequence[str] = (),
 ) -> list[Any]:
-    """Return the results of a program, equation by equation.
+    """Evaluate a program equation by equation, and return its results.
 
     Args:
       program: a traced program.
@@ -142,7 +142,7 @@ def evaluate(
 
 
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return an equation's results by JAX's evaluation, with the equation's names and contexts."""
+    """Evaluate an equation by JAX's own rule, with the equation's names and contexts."""
     name = jaxprs.gensym()
     # Literals become inputs, because the caller may pass other values in their place.
     args: list[jaxprs.Atom] = [name(atom.aval) for atom in eqn.invars]
@@ -160,7 +160,7 @@ def excerpt(inputs: Atoms, outputs: Atoms, eqns: Eqns) -> jaxprs.ClosedJaxpr:
 
 
 def of_trace(eqn: Any) -> jaxprs.JaxprEqn:
-    """Return an equation that a trace has recorded as an equation of a program."""
+    """Convert an equation that a trace has recorded to an equation of a program."""
     names = ("outvars", "primitive", "params", "effects", "source_info", "ctx")
     fields = {name: getattr(eqn, name) for name in names}
     return _template(0.0).eqns[0].replace(invars=[x.val for x in eqn.in_tracers], **fields)

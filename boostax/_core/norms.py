@@ -51,9 +51,11 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 def _maxima(leaves: list[jax.Array], in_pairs: bool = False) -> list[jax.Array]:
     """Return the largest magnitude of each leaf, or NaN if the leaf contains NaN.
 
-    By default, magnitudes are compared as unsigned integers, in the order of floats with NaN last.
-    XLA:CPU would write these integers to memory. With ``in_pairs``, a joint reduction computes
-    maximum and minimum. XLA does not turn this reduction into an all-reduce, but gathers and
+    By default, the bits of magnitudes are compared as unsigned integers, among which NaN is
+    largest.
+    XLA:CPU would write these integers to memory. With ``in_pairs``, one reduction computes both
+    maximum and minimum of the floats instead. XLA does not
+    turn this reduction into an all-reduce, but gathers and
     compares the results of all shards. A TPU would read a gradient twice for this reduction.
     """
     if not in_pairs:

@@ -5,16 +5,18 @@ The file has four parts: ``Placement``, whose ``map_replicas`` calls per-replica
 of params and optimizer state; gathers of params; and calls that run outside of the ``vmap`` of
 ``map_replicas``.
 
-In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
-...]``, sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
+In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of arrays ``[n, ...]``,
+sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
 dimension by ``jax.vmap``: a value that differs per replica is batched, and any other value is an
 ordinary global array in any sharding. A sum over the replicas becomes a sum over the first
 dimension, which XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the
-replicas agreed is not batched, so a branch stays a branch. A reduction that sends more than sums
+replicas agreed is not batched, so JAX does not turn its
+branch into a select. A reduction that sends more than sums
 runs outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
 
-An example of a call outside of the ``vmap`` has replica axes ``("host", "chip")`` of sizes 2 and 4,
-and a gradient with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip"
+As an example of a call outside of the ``vmap``, take replica axes ``("host", "chip")`` of sizes 2
+and 4, and a gradient with shape ``[5]`` on each
+replica. ``Placement.map_replicas`` maps over "chip"
 inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps
 ``by_name``, the code of one replica, in a ``custom_vmap``, whose rule replaces the mapped code:
 
@@ -25,7 +27,8 @@ inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who
 2. The map over "host" calls the rule with gradients of shape ``[2, 4, 5]``. No axis is left, so the
    rule calls ``stacked``, which gets all replicas' arrays in one global call.
 3. ``stacked`` returns a tuple: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
-   without dimensions of replicas. Each rule reports to JAX that only the state is mapped.
+   without dimensions of replicas. Each call of the rule reports to JAX that only the state is
+   mapped.
 
 Inside ``Placement.map_replicas`` the placement is in the context variable ``HERE``, because
 ``jax.vmap`` passes only arrays, and the mapped code calls transformations of other libraries.

@@ -155,8 +155,8 @@ def specs_like(
       owners: the shape and spec of each param, by its path.
       state: a state from ``tx.init``, or its types.
       names: the replica axes.
-      shared_out: the number of replicas, to shard state that is equal on all replicas over the
-        replicas; otherwise 0.
+      shared_out: the number of replicas, if state that is equal on all replicas is to be sharded;
+        otherwise 0.
       sizes: the sizes of the mesh axes; needed to shard scales along dimensions that are divided
         into blocks.
     """
@@ -204,7 +204,7 @@ def specs_like(
 
 
 def shared_by(spec: P, shape: tuple[int, ...], names: tuple[str, ...], replicas: int) -> P:
-    """Shard the first unsharded dimension that is a multiple of ``replicas``, unless that is 0."""
+    """Shard the first unsharded dimension that ``replicas`` divides; if ``replicas`` is 0, none."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     pairs = zip(entries, shape, strict=True) if replicas and spec == without(spec, names) else ()
     for i, (entry, size) in enumerate(pairs):

@@ -137,7 +137,7 @@ def as_updates(tree: PyTree, params: PyTree) -> PyTree:
 
 
 def is_number(x: object) -> bool:
-    """Return whether a leaf is an array or a scalar; a leaf of a module may be a function."""
+    """Return whether a leaf is an array or a scalar; a module's leaf may also be a function."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
@@ -171,7 +171,7 @@ def names(tree: PyTree) -> list[str]:
 
 
 def plain_path(path: KeyPath) -> tuple[str, ...]:
-    """Return the names on a path, equal for an NNX module, its state and its arrays."""
+    """Return a path's names, which are the same for an NNX module, its state and its arrays."""
     path = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return tuple(path_name((key,)) for key in path)
 
@@ -370,10 +370,10 @@ def put_back(new: PyTree, params: PyTree) -> PyTree:
 
 
 class Pruning(NamedTuple):
-    """The positions of the leaves of a state for some params among the leaves for all params.
+    """The positions that the leaves of a state for some params have in the state for all params.
 
-    ``init`` is called with all params, and with some params. Leaves of the first state that are
-    missing in the second state belong to the other params. This method works for every wrapper, and
+    ``init`` is called with all params, and with some params. Leaves that are only in the state for
+    all params belong to the other params. This method works for every wrapper, and
     for state leaves of any shape.
 
     Attributes:
@@ -402,8 +402,8 @@ class Pruning(NamedTuple):
 def explaining(look: Callable[..., None], *args: PyTree, **kwargs: PyTree) -> Generator[None]:
     """Replace an error raised in this context by the error that ``look(*args, **kwargs)`` raises.
 
-    If the raised error is from boostax, it already names an argument. So only a ``TypeError``
-    replaces it.
+    If the raised error is from boostax, it already names an argument. So only a ``TypeError`` of
+    ``look`` replaces it.
     """
     try:
         yield

@@ -22,7 +22,7 @@ WHO = "audit"
 
 
 def window(args: tuple[PyTree, ...]) -> str:
-    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, or an empty string."""
+    """Return the path of a state of ``accumulate`` or ``optax.MultiSteps``, or an empty string."""
     states = (AccumulateState, optax.MultiStepsState)
     # The state of ``accumulate(every=1)`` has no window, but may contain the state of another
     # ``accumulate`` that has a window.

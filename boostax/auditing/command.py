@@ -2,8 +2,8 @@
 """Print the audit of a compiled program: ``boostax audit module:function``.
 
 The function must return the program and its arguments, such as (step, state, batch). Arguments may
-be jax.ShapeDtypeStruct. If the function has a parameter, it receives the devices of the target, or
-else the present devices.
+be jax.ShapeDtypeStruct. A function with a parameter receives the devices of the target, or else the
+present devices.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def _exceeded(options: argparse.Namespace, result: Audit) -> Iterator[str]:
 
 @contextlib.contextmanager
 def without_compiler_logs() -> Generator[None]:
-    """Hide the compilers' logs on the stderr descriptor, unless another package raises an error.
+    """Hide what compilers log to file descriptor 2, unless code of another package raises an error.
 
     Python's writes to ``sys.stderr``, such as warnings, are shown.
     """

@@ -2,12 +2,12 @@
 """Compile any program for machines that need not be present.
 
 JAX's compilers run without their devices. ``jax.experimental.topologies`` describes the devices,
-and a program that is lowered for shapes on a mesh of these devices compiles as on the machine
-itself. The compiler for a TPU needs the package ``libtpu``. The compiler for a GPU needs
+and a program that is lowered for shapes on a mesh of these devices compiles as it would on the
+machine itself. The compiler for a TPU needs the package ``libtpu``. The compiler for a GPU needs
 ``jax-cuda12-plugin``, but no driver and no CUDA. In a checkout, ``pip install '.[aot]'`` installs
 both packages. A program over a mesh of present devices can be moved to a target. ``jax.export``
-lowers the program for the target's platform. The exported call is then compiled over an equal mesh
-of the target's devices, with the same specs and donation.
+lowers the program for the target's platform. The exported call is then compiled over a mesh of the
+target's devices with the same shape, the same specs and the same donation.
 """
 
 import contextlib
@@ -217,7 +217,7 @@ def _moved(program: Any, args: PyTree, infos: PyTree, devices: Sequence[Any]) ->
 
 
 def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
-    """Compile a lowered program for these devices, unless it is already compiled."""
+    """Compile a lowered program for the given devices, unless it is already compiled."""
     compiled: Any = _unwrapped(program)
     seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):

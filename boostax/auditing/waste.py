@@ -45,7 +45,7 @@ _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
 def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Iterator[Waste]:
-    """Yield findings for each kind of waste, with the most expensive place of the kind.
+    """Yield for each kind of waste a finding that names the most expensive place.
 
     Args:
       audit: the audit.
@@ -85,7 +85,7 @@ def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Itera
 
 
 def _repeated(audit: Audit, program: Program, known: Collectives) -> Iterator[Waste]:
-    """Yield collectives that send a multiple of the params."""
+    """Yield findings about collectives that send a multiple of the params' size."""
     unintended = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]
     gradients = [c for c in unintended if 2 * c.uses.get("gradients", 0) > c.elements]
     # ``held`` is positive if a call that leaves a window open also runs the collective.

@@ -82,7 +82,7 @@ def _groups(options: types.SimpleNamespace) -> PyTree:
 
 
 def _schedule(options: types.SimpleNamespace) -> Data:
-    """Make a schedule from its name or a function; return a sequence of depths unchanged."""
+    """Return the arguments of ``scheduled_freeze``; a sequence of depths is itself the schedule."""
     _, *names = inspect.signature(boostax.freeze.freeze_schedule).parameters
     kind = options.kind
     arguments = {name: getattr(options, name) for name in names}
@@ -100,7 +100,7 @@ def _schedule(options: types.SimpleNamespace) -> Data:
 
 
 def _finish(options: types.SimpleNamespace) -> Data:
-    """Look up the rule of ``dim_reduce`` by name; SGD is the default of ``residual``."""
+    """Return the arguments of ``dim_reduce``; ``residual_rate`` sets SGD as ``residual``."""
     rate, momentum = options.residual_rate, options.residual_momentum
     checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
     search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
@@ -203,7 +203,7 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
 
 
 def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return sizes and names of the axes of a mesh whose last axis is the devices of one server."""
+    """Return sizes and names of a mesh's axes; the devices of a server are along the last axis."""
     if not isinstance(devices, int) or count <= devices:
         return (count,), ("data",)
     require(count % devices == 0, "devices", count, devices=devices)
@@ -211,9 +211,10 @@ def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple
 
 
 def _by_servers(factory: Factory, arguments: Data, parts: list[Tx], place: Data) -> list[Tx]:
-    """Put ``adasum_delta`` around a chain, or a mean in front of it if there is one replica axis.
+    """Put ``adasum_delta`` around a chain; with one replica axis, put a mean in front of the chain.
 
-    During a trace, the chain refuses replica axes other than those of ``mesh_of_servers``.
+    During a trace, the chain refuses replica axes with sizes other than those of
+    ``mesh_of_servers``.
     """
     names = axes.canonical("adasum_delta", place["axis_name"])
     devices = arguments["within"]
@@ -296,7 +297,7 @@ def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> No
 
 @contextlib.contextmanager
 def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
-    """Begin the text of an error in this context with ``who`` and the configuration's key."""
+    """Let the text of an error in the context begin with ``who`` and the configuration's key."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -71,30 +71,30 @@ def migrate_state(
     """Migrate an optimizer state to a chain in which parts were added, removed or moved.
 
     The result has the structure of ``new_tx.init(params)``. A new state gets the arrays of an old
-    state of the same class, which may be inside a scaler, a window, ``optax.masked``, ``partition``
-    or ``inject_hyperparams``. If a class has several states, the pair of an old and a new state
-    that fits best is matched first. Among equal fits, the k-th old state is matched to the k-th new
-    state, outermost first. An array is kept if path, shape and dtype agree, so newly masked or
-    newly trained leaves do not affect other leaves. If only the precision differs, the array is
-    cast, and the report has a note. The moments of a leaf are all kept or all dropped. The counts
-    of a state with moments are kept only if moments of the state are kept. The arrays of a
+    state of the same class. The old state may be inside a scaler, a window, ``optax.masked``,
+    ``partition`` or ``inject_hyperparams``. If a class has several states, the pair of an old and a
+    new state that fits best is matched first. Among equal fits, the k-th old state is matched to
+    the k-th new state, outermost first. An array is kept if path, shape and dtype agree, so newly
+    masked or newly trained leaves do not affect other leaves. If only the precision differs, the
+    array is cast, and the report has a note. The moments of a leaf are all kept or all dropped. The
+    counts of a state with moments are kept only if moments of the state are kept. The arrays of a
     trajectory or a basis are kept only together.
 
-    An open window is refused. Moments and residuals are refused if another loss scale multiplies
-    their gradients in the new chain.
+    A state with an open window is refused. Moments and residuals are refused if another loss scale
+    multiplies their gradients in the new chain.
 
-    Some states of other libraries are translated: those of ``optax.MultiSteps`` (in both
-    directions) and ``optax.apply_if_finite``. Flax's ``DynamicScale`` and jmp's
-    ``DynamicLossScale`` and ``StaticLossScale`` are translated anywhere in the tree:
-    ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
+    The states of ``optax.MultiSteps`` (in both directions) and of ``optax.apply_if_finite`` are
+    translated. Flax's ``DynamicScale`` and jmp's ``DynamicLossScale`` and ``StaticLossScale`` are
+    translated anywhere in the tree: ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
     A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides the argument of
     ``new_tx``, and the report notes the difference.
 
     Args:
       old_state: the saved state, or an NNX optimizer. In a ``TrainState``, per-replica state has a
-        leading dimension of replicas. If a serialiser converted the state to dicts and lists, its
-        classes are recognised by the names of their fields, which may be the names of boostax 0.3.
+        leading dimension of replicas. If a serialiser converted the state to dicts and lists, the
+        classes in the state are recognised by the names of their fields, including the names of
+        boostax 0.3.
       new_tx: the transformation that continues the run, which may be a result of
         ``boostax.on_mesh``.
       params: the trained params; pass ``TrainState.params`` unchanged.
@@ -348,7 +348,10 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
-    """Return the arrays with the size of their replica dimension, and the size (0 without it)."""
+    """Set the size of the replica dimension in the arrays; return the arrays and the size.
+
+    The size is 0 if no array has this dimension.
+    """
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
     counts = {0 if x == like else x[0] for x, like in shapes if like in (x, x[1:])}
     counts |= set[int]() if asked is None else {asked}
@@ -391,7 +394,7 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
     fitting = {(old, new): _fitting(olds[old], news[new]) for old, new in pairs}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
-        """Score fitting arrays, equal dtypes, surplus arrays (negative) and equal labels."""
+        """Count fitting arrays, equal dtypes, surplus arrays (negative) and equal labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
         good = len(fitting[pair])
         dtypes = {y.path: y.value.dtype for y in news[pair[1]].values()}

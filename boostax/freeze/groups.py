@@ -22,10 +22,10 @@ def prefix_groups(
 ) -> PyTree:
     r"""Cut the params into ``n`` groups of consecutive layers, in the order of the forward pass.
 
-    Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`: groups differ by one
-    layer at most. Groups have equal numbers of layers, not of elements, because a frozen prefix
-    saves the backward pass of its layers. Convolutions need most of the time and have few elements,
-    while an embedding needs no time and has many elements.
+    Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`, so the sizes of groups
+    differ by one layer at most. Groups have equal numbers of layers, not of elements, because a
+    frozen prefix saves the backward pass of its layers. Convolutions need most of the time and have
+    few elements, while an embedding needs no time and has many elements.
 
     Leaves that share a parent module, such as a kernel and its bias, form a layer. A module with
     only vectors and scalars (a norm) joins the previous layer; if there is no previous layer, the

@@ -77,7 +77,7 @@ class Freezing:
         return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
     def pruning(self, params: PyTree, depth: int) -> Pruning:
-        """Return the leaf positions of one depth's inner state in the inner state for all depths.
+        """Return where the leaves of one depth's inner state are in the inner state for all depths.
 
         Raises:
           ValueError: the shape or path of a state leaf depends on which params are masked.
@@ -271,7 +271,7 @@ def scheduled_freeze(
 
     Without ``depth``, the compiled program reads the depth from the state, and gradients must have
     every leaf. With ``active=freeze.choice(params, opt_state)``, such a program also ends the
-    backward pass at the depth. Use this form for ``jax.lax.scan`` over steps.
+    backward pass at the first active layer. Use this form for ``jax.lax.scan`` over steps.
 
     The schedule counts applied steps, so the depth changes only when an accumulation window closes.
     If a loss scaler skips a step, the next step has the same depth.
@@ -298,8 +298,8 @@ def scheduled_freeze(
       A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes and no
       time; the state of ``inner`` for the leaves that are ever trained (with ``"per_group"``, for
       each depth the leaves trained at that depth). Without ``depth``, the program has a copy of the
-      optimizer's code for each depth, and a step runs one copy: 1.5, 2.5 and 5.5 times the
-      operations are compiled at 2, 4 and 10 depths.
+      optimizer's code for each depth, and a step runs one copy. With 2, 4 and 10 depths, 1.5, 2.5
+      and 5.5 times as many operations are compiled.
 
     Raises:
       ValueError, TypeError: an argument out of range; from ``init``, groups that do not match the

@@ -129,7 +129,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
 
 
 def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> Depths:
-    """Freeze in each step before which the share of frozen steps is below ``1 - freeze_p``."""
+    """Freeze in a step if the share of frozen steps before that step is below ``1 - freeze_p``."""
     frozen, count = [False], 0
     for step in range(1, length):
         frozen.append(count / step < 1 - freeze_p)
@@ -167,7 +167,7 @@ def freeze_schedule(
 
     - ``"interval"``: frozen steps are spread evenly, each at a random depth, :math:`P(d) = (G - d)
       \big/ \tfrac12 G (G - 1)`, so small depths are most frequent. Every group is trained at some
-      steps until the end. The share of frozen steps is ``f`` within ``1/T``.
+      steps until the end. The share of frozen steps differs from ``f`` by at most ``1/T``.
     - ``"continuous"``: cycles of ``z`` steps that train all groups and one step at each depth
       ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over complete cycles the share of
       frozen steps is between ``f`` and ``f (G-1) / (G-1-f)``. A training run of fewer than ``z``
@@ -181,10 +181,10 @@ def freeze_schedule(
 
       with ``k = 1`` for ``"progressive"`` (evenly spaced) and ``k = 3`` for ``"ramp"`` (FreezeOut's
       cubic schedule: early groups freeze at short intervals, late groups at long ones). By this
-      formula the last group would freeze at step ``T``. The share of frozen steps is ``f`` within
-      ``1/T``, and every depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the
-      learning rate of each layer until the layer freezes; ``freeze_schedule`` does not change the
-      learning rate.
+      formula the last group would freeze at step ``T``. The share of frozen steps differs from
+      ``f`` by at most ``1/T``, and every depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut
+      also anneals the learning rate of each layer until the layer freezes; ``freeze_schedule`` does
+      not change the learning rate.
 
     ``"interval"`` and ``"continuous"`` are the first ``T`` steps of MindSpore's freeze types 1 and
     0 with ``freeze_p = 1 - f``. With one group, or with ``f = 0``, no group is ever frozen. If
@@ -285,11 +285,11 @@ class Plan:
         return jax.tree.map(lambda group: group >= depth, self._labels)
 
     def index(self, depth: jax.Array) -> jax.Array:
-        """Return the traced position of a depth in ``drawn``."""
+        """Return the position of a depth in ``drawn`` as a traced integer."""
         return jnp.searchsorted(jnp.asarray(self.drawn, jnp.int32), depth).astype(jnp.int32)
 
     def at(self, steps: jax.Array) -> jax.Array:
-        """Return the traced depth after ``steps`` applied steps; after the end, the last depth."""
+        """Return the depth after ``steps`` applied steps, traced; after the end, the last depth."""
         length = len(self.depths)
         index = steps % length if self._repeat else jnp.minimum(steps, length - 1)
         # The table is a constant of the program, one byte per step.

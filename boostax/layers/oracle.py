@@ -94,7 +94,7 @@ class LayeredOracle(Oracle):
         return True
 
     def check(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
-        """Refuse a loss that does not scan a stack, or also uses the stack's params elsewhere."""
+        """Refuse a loss that does not scan a stack or also uses the stack's params elsewhere."""
         if self.mesh is not None:
             super().check(program, trained)
         if not scan.STACKS.get():
@@ -254,7 +254,7 @@ class _Replica:
     def update(
         self, name: str, weight: Weight, layer: PyTree, grads: Arrays, finite: jax.Array
     ) -> PyTree:
-        """Add a layer's gradients to their sums, or update the layer unless it is skipped."""
+        """Add a layer's gradients to their sums, or update the layer if it is not skipped."""
         if weight is not None:
             # Without items, a mean loss is 0/0 and its gradient is NaN, so the gradient becomes 0.
             products = (g.astype(trees.wide_dtype(g)) * weight for g in grads)

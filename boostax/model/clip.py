@@ -92,7 +92,7 @@ def adagc(
     In the first ``warmup`` steps the whole gradient is clipped by its global norm, :math:`u = g
     \min(1, c / \lVert g \rVert)`, and :math:`\gamma_i` is the least :math:`\lVert u_i \rVert` so
     far. A leaf whose running norm is zero is not clipped. In a loop over layers
-    (``boostax.train.Layers``), the warm-up clips each leaf to :math:`c`.
+    (``boostax.train.Layers``), the warm-up clips each layer's leaf to the norm :math:`c`.
 
     Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite.
     Without a gate, ``adagc`` returns such gradients, and its state stays unchanged. In plain

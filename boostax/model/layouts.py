@@ -129,6 +129,6 @@ def _classes(node: object, within: str = "") -> set[str]:
 def _parts(path: KeyPath) -> list[str]:
     """Return the components of a path, without the ``value`` of an NNX variable or a Flax box.
 
-    Modules of Haiku have slashes in their names, and state dicts of PyTorch have dots.
+    Names of Haiku's modules are split at slashes, and keys of PyTorch's state dicts at dots.
     """
     return re.split("[/.]", "/".join(trees.plain_path(path)))

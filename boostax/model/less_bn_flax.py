@@ -101,7 +101,10 @@ def _marked(paths: list[str], layer: Layer, path: str, x: jax.Array, result: Cal
 
 @functools.cache
 def _marking_class(cls: type) -> type:
-    """Make a subclass whose call marks the trace; cached, because NNX keeps all classes alive."""
+    """Make a subclass of a layer's class whose calls insert marks in the trace.
+
+    The result is cached, because NNX keeps all classes alive.
+    """
 
     def call(self: Any, x: jax.Array, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         call_of = functools.partial(cls.__call__, self, x, *args, **kwargs)

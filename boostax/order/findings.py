@@ -66,7 +66,7 @@ def of_chain(
       who: the function that got the chain.
       tx: the chain.
       names: the replica axes that ``who`` binds.
-      opt_state: the state in a loop, which is warned once; or ``None``.
+      opt_state: the state in a loop, for which each warning is given once; or ``None``.
     """
     structure = None if opt_state is None else jax.tree.structure(opt_state)
     report(who, "tx", read(tx, names)[0], structure)
@@ -85,7 +85,8 @@ def read(
 ) -> tuple[list[Finding], bool]:
     """Return the findings in a chain, and whether the chain scales the loss; read a chain once.
 
-    Under such a scale, a nonlinear backward rule would be wrong. ``step`` is the train step around
+    If the chain scales the loss, a nonlinear backward
+    rule is wrong. ``step`` is the train step around
     the chain, if there is one.
     """
     known: dict[PyTree, tuple[list[Finding], bool]] = {}
@@ -207,7 +208,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
 
 
 def directions(parts: Sequence[Row]) -> Iterator[Finding]:
-    """Yield parts on the wrong side of the learning rate's minus sign, and chains of wrong sign."""
+    """Yield parts on the wrong side of the learning rate, and chains with the wrong sign."""
     if any(row.sides for row in parts):
         return
     # Parts inside ``dim_reduce`` are not checked, because its residual optimizer itself flips the

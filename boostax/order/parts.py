@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the parts of a transformation and their roles, in the order that a gradient passes them.
+"""Read the parts of a transformation and their roles, in the order in which a gradient passes them.
 
 A described transformation (``boostax.describe``) names its own parts. A combinator of Optax is
 recognized by the name of its ``update``, and the parts inside are read from the closure of
 ``update``. The parts inside any other transformation are unknown.
 
-The role of a part is its effect on a gradient, which decides its position in a chain. The roles are
+The role of a part is the part's effect on a gradient. The
+role decides the part's position in a chain. The roles are
 listed in ``_core/describe.py``; Optax's transformations have these further roles:
 
 ==================== ==========================================================================
@@ -140,7 +141,7 @@ def _injected(values: Mapping[str, Any]) -> object:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
     Optax reads the numbers from the state. In the transformation made here, each number is the
-    default, or 1.
+    argument's default, or 1 without a default.
     """
     arguments = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:

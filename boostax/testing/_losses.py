@@ -131,7 +131,7 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
 
 
 def _audit(loss_fn: Loss, params: PyTree, batch: PyTree) -> None:
-    """Require that an audit lists collectives, if the audit is installed; return no result."""
+    """Require that an audit lists collectives, if ``boostax.audit`` exists; return ``None``."""
     if "audit" in dir(boostax):
         step = make_train_step(loss_fn, _REDUCED, mesh=_mesh(data=4))
         audit = boostax.audit(step, step.init(params), batch)

@@ -106,7 +106,7 @@ def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
 
 
 def skips(case: Case, train: Callable[..., Carry], replicas: int, what: str) -> None:
-    """Require that a run with bad gradients on one replica ends like a run without them."""
+    """Require that bad gradients on one replica do not change the result of a run."""
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
     bad = arrays.poison(replica_grads(99, replicas), jnp.nan)
     skipped = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
@@ -131,7 +131,7 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
-    """Promise 6: gradients that autodiff has summed raise an error that names the fix."""
+    """Promise 6: gradients that autodiff summed over replicas raise an error with the fix."""
     raises(lambda: _trace_step(case, lambda params: params), "local_params")
 
 
@@ -141,7 +141,7 @@ def local_params_give_local_gradients(case: Case) -> None:
 
 
 def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
-    """Trace a step in ``shard_map`` with ``check_vma``; its gradient is at ``prepare(params)``."""
+    """Trace a step in ``shard_map`` with ``check_vma`` and the gradient at ``prepare(params)``."""
     tx = case.mapped(AXIS)
 
     def local(params: PyTree, x: jax.Array) -> PyTree:

@@ -91,7 +91,7 @@ def _scalers(state: PyTree) -> list[PyTree]:
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
-    """Promise 5: bad calls between good calls do not change the end of a run."""
+    """Promise 5: bad calls between good calls do not change the result of a run."""
     setting = Setting.draw(case, seed)
     rng = setting.rng
     good = setting.grads(3 * case.calls)
@@ -157,7 +157,7 @@ def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
 
 
 def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
-    """Promise 8: saving and loading at any call, also in a window, does not change a run's end.
+    """Promise 8: saving and loading at any call, also in a window, changes no result.
 
     The law saves the state by pickle, and by Flax's serialization if Flax is installed.
     """

@@ -79,7 +79,7 @@ def passes_masked_nodes(case: Case) -> None:
 
 
 def init_can_be_donated_at_once(case: Case) -> None:
-    """Promise 4: the state shares no buffer with the params, and its fields share no buffer."""
+    """Promise 4: the state shares no buffer with the params, nor do two fields share a buffer."""
     tx, params = _example(case)
     state = tx.init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
@@ -186,7 +186,7 @@ def bad_arguments_raise_and_explain(case: Case) -> None:
 
 
 def survives_what_python_does_to_objects(case: Case) -> None:
-    """Promise 1: a copied transformation, also by ``jax.tree.map``, gives the same program."""
+    """Promise 1: a copy of a transformation, even by ``jax.tree.map``, gives the same program."""
     tx, params = case.single(), arrays.even_params()
     grads = arrays.draws(params, case.calls)
     copies = {

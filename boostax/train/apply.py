@@ -40,7 +40,7 @@ def apply_gradients(
     params: types.Params,
     **extra_args: PyTree,
 ) -> tuple[types.Params, types.State]:
-    """Run ``tx.update`` and ``optax.apply_updates`` in one call, in which a branch skips steps.
+    """Run ``tx.update`` and ``optax.apply_updates`` in one call, with a branch for skipped steps.
 
     A skipped step, or a micro-step inside an accumulation window, writes no params. With donated
     buffers, the compilers for CPU, TPU v5e and H100 do not copy the params. A gate inside an Optax
@@ -130,11 +130,11 @@ def on_mesh(
     Use ``on_mesh`` in your own loop if params are global arrays: replicated, or sharded over the
     axis of the batch (FSDP), another axis (HSDP), a model axis (tensor parallel), or several axes.
     ``boostax.value_and_grad(mesh=, axis_name=)`` returns gradients that are local to each replica,
-    a ``PerReplica`` of stacked arrays. The parts of ``tx`` need no ``axis_name``, because
+    stacked in a ``PerReplica``. The parts of ``tx`` need no ``axis_name``, because
     reductions, and gates around reductions, use the ``axis_name`` of ``on_mesh``. Before the
     reduction, every replica has different gradients. After the reduction, gradients, params and
-    state are ordinary global arrays, so any optimizer is correct for any sharding. Reductions other
-    than the mean receive the shards of each device.
+    state are ordinary global arrays, so any optimizer is correct for any sharding. A reduction
+    other than the mean receives each device's shards, not whole leaves.
 
     Args:
       tx: the optimizer, with a reduction first in the innermost chain.
@@ -154,7 +154,8 @@ def on_mesh(
       like a param is sharded like the param, and per-replica state has a leading dimension of
       replicas. ``update`` accepts ``PerReplica`` gradients, or the stacked arrays that a
       ``PerReplica`` contains. On an Explicit mesh, ``update`` also accepts gradients of the mean
-      loss whose type is unreduced over the replica axes. Cost: as ``tx``. With ``shard_optimizer``,
+      loss if their type is unreduced over the replica
+      axes. Cost: as ``tx``. With ``shard_optimizer``,
       each device has ``1/n`` of the state and of the arithmetic, and changed params are
       all-gathered.
 
@@ -327,8 +328,8 @@ def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> P
 def _stacked(grads: PyTree, place: Placement) -> PerReplica:
     """Return stacked gradients; stack gradients whose type is unreduced.
 
-    An unreduced gradient is a sum over ``n`` replicas, of which each device has one term: ``1/n``
-    of the gradient of the mean loss of its replica.
+    An unreduced gradient is a sum over ``n`` replicas, and each device has one term of the sum:
+    ``1/n`` of the gradient of its replica's mean loss.
     """
 
     def stacked(x: jax.Array) -> jax.Array:
@@ -349,7 +350,7 @@ def _stacked(grads: PyTree, place: Placement) -> PerReplica:
 
 
 def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:
-    """Refuse gradients shaped like the params, which are already reduced."""
+    """Refuse gradients with the shapes of the params, because such gradients are reduced."""
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(local_types(params))}
     hint = "Use boostax.value_and_grad(loss, mesh=mesh), or optimizer.value_and_grad(loss)(model, "
     hint += "batch) in NNX; gradients of jax.grad are already reduced."

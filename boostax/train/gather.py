@@ -103,10 +103,10 @@ def gathering(
 def rounded(
     x: jax.Array, shards: Sequence[int], dtype: Gather, send: Callable[..., PyTree] = lambda x: x
 ) -> jax.Array:
-    """Return ``x`` as replicas receive it, if each dimension is split into ``shards`` shards.
+    """Return ``x`` as replicas receive it, if dimension ``i`` is split into ``shards[i]`` shards.
 
-    ``send`` sends an array and returns the received array. It is called with ``x`` in bf16, or with
-    codes and with scales of shape ``[*shards, ...]``.
+    ``send`` sends an array and returns the received array. The array is ``x`` in bf16, or the codes
+    or the scales, of shape ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
         # XLA may remove a pair of conversions and gather in the wide dtype, but XLA does not remove

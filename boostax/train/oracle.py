@@ -103,7 +103,8 @@ def value_and_grad(
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
     ``mesh``, call the result in plain ``jit`` on global arrays. The loss is then mapped over only
     the replica axes, with ``check_vma=False``, so any loss works. Over all other axes, XLA
-    partitions the loss; on an Explicit mesh, the shardings of the arrays in the loss decide.
+    partitions the loss; on an Explicit mesh, the partition
+    follows the shardings of the arrays in the loss.
     Gradients are a ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Of the results, only
     the loss and ``Aux`` are reduced over the replicas.
 
@@ -132,8 +133,8 @@ def value_and_grad(
       like the params, or a prefix of such a tree. A leaf with False is not differentiated, and its
       gradient is an ``optax.MaskedNode``. ``active`` may also be ``tx.choice(params, opt_state)``
       of a ``scheduled_freeze``, for which the program reads the depth from the state. If a leaf is
-      not an array, such as a function in an Equinox module, a bool, or among traced arrays a Python
-      number, the loss receives the leaf unchanged, and the gradient is ``None``. Cost: with
+      not an array, such as a function in an Equinox module, a bool, or a Python number next to
+      traced arrays, the loss receives the leaf unchanged, and the gradient is ``None``. Cost: with
       ``axis_name``, one scalar all-reduce for the loss, one all-reduce for each leaf of ``Aux``,
       and three for each term; with micro-batches, see ``boostax.train.microbatch``. The counts of
       terms need an additional pass over the batch, which computes only what the counts need, such
@@ -191,7 +192,7 @@ class Gradients(NamedTuple):
     applied: PyTree = ()
 
     def unwrapped(self) -> PyTree:
-        """Return one replica's gradients, without a ``PerReplica`` around; keep ``applied``."""
+        """Return one replica's gradients without their ``PerReplica``; keep ``applied``."""
         local = self.local.local if is_per_replica(self.local) else self.local
         if self.averaged:
             local = jax.tree.map(
@@ -239,7 +240,7 @@ class Oracle(Generic[Value, Params, Grads]):
         return self.mesh is not None
 
     def placed(self, types: PyTree, place: placement.Placement | None, wire: str | None) -> Oracle:
-        """Return this function for placed params of these types, which are sent in ``wire``."""
+        """Return the gradient function for params of these types and this placement."""
         return self
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
@@ -527,7 +528,7 @@ Around = Callable[[Oracle, Policy | None], Oracle]
 
 
 class Backward(abc.ABC):
-    """The base of ``boostax.train.Layers``, whose optimizer works in the backward pass."""
+    """The base class of ``Layers``, which moves the optimizer's work to the backward pass."""
 
     @abc.abstractmethod
     def planned(
@@ -578,7 +579,8 @@ def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[Py
 def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return ``fn`` in a form that a line search may call inside the mapped region.
 
-    The call of ``fn`` runs outside of the mapped region. The params must be equal on all replicas.
+    Even then, ``fn`` itself runs outside of the mapped region. The params must be equal on all
+    replicas.
     """
     called = custom_vmap(fn)
 

@@ -136,7 +136,8 @@ def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """Return the axes over which a tangent program communicates values that depend on its inputs.
 
     The constants of a tangent program are values of the forward pass, or values that a checkpoint
-    recomputes. So over the returned axes, gradients are communicated.
+    recomputes. So the values that depend on the inputs are tangents, and the backward pass
+    communicates gradients over the returned axes.
     """
     names: set[str] = set()
 

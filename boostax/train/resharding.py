@@ -39,7 +39,8 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, PyTree]]) -> PyTre
 def typed(leaf: PyTree, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Return a leaf's type with another shape; a leaf without a sharding is on the first device.
 
-    If the devices do not divide the number of replicas, every device reads all replicas.
+    If the number of devices does not divide the number of replicas, every device reads all
+    replicas.
     """
     sharding: PyTree = getattr(leaf, "sharding", None)
     sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])

@@ -72,7 +72,7 @@ class Placing:
     spans_processes: bool
 
     def state(self, state: TrainState) -> TrainState:
-        """Place the state of one replica on all replicas; if it has types, add shardings."""
+        """Place the state of one replica on all replicas; for a state of types, add shardings."""
         specs = self.of_params(state.params)
         got = len(jax.tree.leaves(specs))
         count = len(jax.tree.leaves(state.params))

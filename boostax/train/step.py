@@ -67,7 +67,7 @@ def make_train_step(
     Params are placed by ``param_specs``, or keep their placement. They may be replicated, or
     sharded over any axes of the mesh, including the axis of the batch (FSDP, HSDP, tensor
     parallel). On a mesh, the step is ``boostax.value_and_grad(mesh=)`` and ``boostax.on_mesh`` in
-    one ``jit``: ``loss_fn`` receives the rows of one replica, and params that are gathered over the
+    one ``jit``. ``loss_fn`` receives the rows of one replica, and params that are gathered over the
     replica axes.
 
     Args:
@@ -89,14 +89,16 @@ def make_train_step(
         ``None`` keeps the placement of the params in ``step.init``.
       freeze_driver: how a step with ``scheduled_freeze`` is compiled. ``"host"`` compiles a program
         for each depth when the depth first occurs, and the host chooses the program. ``"switch"``
-        compiles one program for all depths, which also runs inside ``jax.jit`` or ``jax.lax.scan``.
+        compiles one program for all depths. This program
+        also runs inside ``jax.jit`` or ``jax.lax.scan``.
         The program of ``"switch"`` has a copy of the optimizer's code for each depth, and a step
         runs one copy. At 2, 4 and 10 depths, the program has 1.5, 2.5 and 5.5 times the optimizer's
         operations. The program also needs one more temporary copy of the params on CPU and H100,
         and two more copies on TPU v5e.
       shard_optimizer: whether to shard the optimizer's state over the replicas (ZeRO, stage 1).
         Each leaf is sharded along its first unsharded dimension that the number of replicas
-        divides. Any optimizer can be sharded, because the optimizer receives global arrays.
+        divides. The state of any optimizer can be sharded, because the optimizer receives global
+        arrays.
       gather: ``"bfloat16"`` or ``"int8"``: the format in which params that are sharded over
         ``axis_name`` are all-gathered. The shards stay exact; see ``boostax.train.gather_params``.
       layers: options for stacked layers that ``loss_fn`` scans with ``boostax.train.scan_layers``;
@@ -227,7 +229,8 @@ class TrainStep:
         Args:
           params: the initial params. ``init`` copies the params, so that donation never deletes the
             caller's arrays. With ``jax.ShapeDtypeStruct``, the result is a state of types with
-            shardings, to lower the step for absent devices (``boostax.auditing.target_devices``).
+            shardings, with which the step can be lowered for absent devices
+            (``boostax.auditing.target_devices``).
           key: PRNG key, from which each call, micro-batch and replica derives a different key for
             the loss, ``key=``.
           model_state: passed to the loss as ``model_state=`` and replaced by ``Aux.model_state``.
@@ -378,7 +381,7 @@ class TrainStep:
         return None if schedule is None or isinstance(schedule.next_variant(), Tracer) else schedule
 
     def _of(self, state: TrainState) -> Programs:
-        """Return the programs for a state's structure, and the types and specs of its params."""
+        """Return the programs for a state's structure and for the types and specs of its params."""
         leaves = jax.tree.leaves(state.params)
         # Inside another program, the params are traced. Traced params have no attribute
         # ``sharding``, but their types may have a sharding.
@@ -469,7 +472,7 @@ class Programs:
         return self._parts[depth]
 
     def jitted(self, kind: Kind, depth: int | None) -> jax.stages.Wrapped:
-        """Return the step or the flush at a depth; for ``None``, the program reads the depth."""
+        """Return the step or the flush at a depth; ``None`` means the depth in the state."""
         key = kind, depth
         if key not in self.compiled:
             shardings = self._shardings
