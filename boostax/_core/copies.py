@@ -2,11 +2,10 @@
 """Compare the devices' copies of replicated arrays.
 
 JAX treats a replicated array as one array, even if the devices' copies differ, because a bit
-flipped or one process used another seed. ``check_replicas``
-and ``Checkpointer`` find such copies. Every
-device reduces the words of its copy to two sums mod 2**32, a plain sum and a sum weighted by odd
-numbers. Then the sums of all devices are compared. An odd factor is invertible mod 2**32, so one
-altered word always changes the weighted sum. Integer sums are exact in any order.
+flipped or one process used another seed. ``check_replicas`` and ``Checkpointer`` find such copies.
+Every device reduces the words of its copy to two sums mod 2**32, a plain sum and a sum weighted by
+odd numbers. Then the sums of all devices are compared. An odd factor is invertible mod 2**32, so
+one altered word always changes the weighted sum. Integer sums are exact in any order.
 
 Each device sends 8 bytes for each distinct sharding among the leaves. The sums of each leaf are
 sent only if these 8 bytes differ between devices.

@@ -182,10 +182,9 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
 
     A step is compiled once for each variant. The variants of ``scheduled_freeze`` are the numbers
     of frozen groups. The ``update`` of ``scheduled_freeze`` gets this number as a Python integer by
-    the keyword ``depth``.
-    The method ``next_variant()`` of the state returns
-    the variant of the next call, an i32 scalar. A gate of
-    the role ``"watch"``, such as ``average_params``, has the variants of the transformation inside.
+    the keyword ``depth``. The method ``next_variant()`` of the state returns the variant of the
+    next call, an i32 scalar. A gate of the role ``"watch"``, such as ``average_params``, has the
+    variants of the transformation inside.
     """
     description = getattr(tx.update, "description", None)
     if hasattr(tx.update, "step") and description and description.role == "watch":

@@ -21,10 +21,9 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     Args:
       who: the name of the transformation, for errors.
       groups: one of these forms. A tree of ints like the params, or a prefix of such a tree. A
-        dictionary of ints by path names or patterns,
-        which together match every leaf. A function of a
-        leaf's path name and the leaf. A list whose entry ``i`` has the pattern, or the patterns, of
-        group ``i`` (``fnmatch`` on path names; the name of a module matches all leaves of the
+        dictionary of ints by path names or patterns, which together match every leaf. A function of
+        a leaf's path name and the leaf. A list whose entry ``i`` has the pattern, or the patterns,
+        of group ``i`` (``fnmatch`` on path names; the name of a module matches all leaves of the
         module); leaves without a match are the last group. The result of
         ``freeze.mindspore_groups``.
       params: the params.

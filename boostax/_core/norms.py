@@ -52,11 +52,10 @@ def _maxima(leaves: list[jax.Array], in_pairs: bool = False) -> list[jax.Array]:
     """Return the largest magnitude of each leaf, or NaN if the leaf contains NaN.
 
     By default, the bits of magnitudes are compared as unsigned integers, among which NaN is
-    largest.
-    XLA:CPU would write these integers to memory. With ``in_pairs``, one reduction computes both
-    maximum and minimum of the floats instead. XLA does not
-    turn this reduction into an all-reduce, but gathers and
-    compares the results of all shards. A TPU would read a gradient twice for this reduction.
+    largest. XLA:CPU would write these integers to memory. With ``in_pairs``, one reduction computes
+    both maximum and minimum of the floats instead. XLA does not turn this reduction into an
+    all-reduce, but gathers and compares the results of all shards. A TPU would read a gradient
+    twice for this reduction.
     """
     if not in_pairs:
         bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]

@@ -6,18 +6,16 @@ of params and optimizer state; gathers of params; and calls that run outside of 
 ``map_replicas``.
 
 In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of arrays ``[n, ...]``,
-sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
-dimension by ``jax.vmap``: a value that differs per replica is batched, and any other value is an
-ordinary global array in any sharding. A sum over the replicas becomes a sum over the first
-dimension, which XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the
-replicas agreed is not batched, so JAX does not turn its
-branch into a select. A reduction that sends more than sums
-runs outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
+sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that dimension
+by ``jax.vmap``: a value that differs per replica is batched, and any other value is an ordinary
+global array in any sharding. A sum over the replicas becomes a sum over the first dimension, which
+XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the replicas agreed is not
+batched, so JAX does not turn its branch into a select. A reduction that sends more than sums runs
+outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
 
 As an example of a call outside of the ``vmap``, take replica axes ``("host", "chip")`` of sizes 2
-and 4, and a gradient with shape ``[5]`` on each
-replica. ``Placement.map_replicas`` maps over "chip"
-inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps
+and 4, and a gradient with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over
+"chip" inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps
 ``by_name``, the code of one replica, in a ``custom_vmap``, whose rule replaces the mapped code:
 
 1. The map over "chip" calls the rule with ``Local.grads`` of shape ``[4, 5]``. The rule also adds a

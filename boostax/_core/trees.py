@@ -373,8 +373,8 @@ class Pruning(NamedTuple):
     """The positions that the leaves of a state for some params have in the state for all params.
 
     ``init`` is called with all params, and with some params. Leaves that are only in the state for
-    all params belong to the other params. This method works for every wrapper, and
-    for state leaves of any shape.
+    all params belong to the other params. This method works for every wrapper, and for state leaves
+    of any shape.
 
     Attributes:
       full: structure of the larger state, for all params.

@@ -59,10 +59,10 @@ class Aux(NamedTuple):
         step receives.
       metrics: tree of arrays to report. Floating arrays are averaged like the loss, in f32 or
         wider, and integers are summed.
-      means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert.
-        The sums and the counts are added over micro-batches and replicas, and then divided once.
-        The shapes of ``sum`` and ``count`` must broadcast. A count of 0 gives 0. The gradient
-        function returns the quotients in ``means``, and adds the mean of each term of the loss.
+      means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert. The
+        sums and the counts are added over micro-batches and replicas, and then divided once. The
+        shapes of ``sum`` and ``count`` must broadcast. A count of 0 gives 0. The gradient function
+        returns the quotients in ``means``, and adds the mean of each term of the loss.
 
     Example:
       >>> import boostax

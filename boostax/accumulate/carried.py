@@ -66,8 +66,8 @@ def carry(
 
     .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}}.
 
-    The leaf is set when ``inner`` updates the params. If a gate in ``inner`` skips the step,
-    the leaf stays unchanged. A carried leaf is neither scaled, clipped, decayed, averaged nor
+    The leaf is set when ``inner`` updates the params. If a gate in ``inner`` skips the step, the
+    leaf stays unchanged. A carried leaf is neither scaled, clipped, decayed, averaged nor
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines their values over micro-batches by the same rules.
 

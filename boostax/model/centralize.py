@@ -93,13 +93,13 @@ def centralize_gradients(
         ``"torch"``. ``None`` recognises Equinox's modules, and reads other trees in Flax's layout.
         Outside of ``equinox.nn``, ``None`` refuses a matrix called ``weight``, whose outputs may be
         first or last.
-      axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function
-        that returns a rule, called with a leaf's path name and the leaf. A pattern is an
-        ``fnmatch`` on path names (the name of a module matches all leaves in it). The first
-        matching pattern decides, and leaves without a match follow ``"auto"``. Biases, scales and
-        vectors stay unchanged even if a pattern matches them. A rule is an axis, a tuple of axes,
-        ``None`` for no axes, ``"auto"``, or ``"stacked"``, which is ``"auto"`` after one leading
-        axis of layers (``flax.linen.scan``).
+      axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function that
+        returns a rule, called with a leaf's path name and the leaf. A pattern is an ``fnmatch`` on
+        path names (the name of a module matches all leaves in it). The first matching pattern
+        decides, and leaves without a match follow ``"auto"``. Biases, scales and vectors stay
+        unchanged even if a pattern matches them. A rule is an axis, a tuple of axes, ``None`` for
+        no axes, ``"auto"``, or ``"stacked"``, which is ``"auto"`` after one leading axis of layers
+        (``flax.linen.scan``).
 
     Returns:
       A stateless transformation; ``optax.masked`` applies it to some of the params. Means are

@@ -85,9 +85,8 @@ def read(
 ) -> tuple[list[Finding], bool]:
     """Return the findings in a chain, and whether the chain scales the loss; read a chain once.
 
-    If the chain scales the loss, a nonlinear backward
-    rule is wrong. ``step`` is the train step around
-    the chain, if there is one.
+    If the chain scales the loss, a nonlinear backward rule is wrong. ``step`` is the train step
+    around the chain, if there is one.
     """
     known: dict[PyTree, tuple[list[Finding], bool]] = {}
     with contextlib.suppress(TypeError):  # Some callables have no weak references, or no hash.

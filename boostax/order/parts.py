@@ -5,9 +5,9 @@ A described transformation (``boostax.describe``) names its own parts. A combina
 recognized by the name of its ``update``, and the parts inside are read from the closure of
 ``update``. The parts inside any other transformation are unknown.
 
-The role of a part is the part's effect on a gradient. The
-role decides the part's position in a chain. The roles are
-listed in ``_core/describe.py``; Optax's transformations have these further roles:
+The role of a part is the part's effect on a gradient. The role decides the part's position in a
+chain. The roles are listed in ``_core/describe.py``; Optax's transformations have these further
+roles:
 
 ==================== ==========================================================================
 ``peer window``      ``optax.MultiSteps``, the peer of ``accumulate``

@@ -8,9 +8,8 @@ large, the step is skipped and the scale is lowered. After a number of steps wit
 scale is raised.
 
 References:
-  Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
-  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager, which compute the same
-  scales.
+  Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018. MindSpore
+  2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager, which compute the same scales.
 """
 
 import functools
@@ -90,8 +89,8 @@ def dynamic_loss_scale(
     With scaled gradients :math:`g_s = s\,g`, the step is
 
     .. math::
-      \text{ok} = \max|g_s| / s < 2^{48}, \qquad
-      u = \text{inner}(g_s / s) \text{ if ok, else nothing}.
+      \text{ok} = \max|g_s| / s < 2^{48}, \qquad u = \text{inner}(g_s / s) \text{ if ok, else
+      nothing}.
 
     All replicas agree on :math:`\text{ok}`. After ``growth_interval`` steps without overflow, the
     scale is multiplied by ``growth_factor``, unless the product would exceed ``max_scale``. The

@@ -261,11 +261,11 @@ def local_updates(
 
     Returns:
       A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the params
-      become bit-equal to the anchor. The pure ``update`` returns differences, so
-      ``params + updates`` has a rounding error, in proportion to the larger of the old and the new
-      param. The error changes the anchor only through the next :math:`\Delta`. Cost: one all-reduce
-      of the params in f32 or wider per ``every`` steps, and no other collective; a copy of the
-      params, and the outer state; with ``outer=None``, no copy and no outer state.
+      become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
+      updates`` has a rounding error, in proportion to the larger of the old and the new param. The
+      error changes the anchor only through the next :math:`\Delta`. Cost: one all-reduce of the
+      params in f32 or wider per ``every`` steps, and no other collective; a copy of the params, and
+      the outer state; with ``outer=None``, no copy and no outer state.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per
@@ -361,10 +361,10 @@ def partial_average(
 
     Returns:
       A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the averaged
-      params become bit-equal on all replicas. The pure ``update`` returns differences, so
-      ``params + updates`` has a rounding error, in proportion to the larger of the old and the new
-      param. The next average removes this error. Cost: one all-reduce of a partition per step, in
-      f32 or wider; no state besides that of ``inner``.
+      params become bit-equal on all replicas. The pure ``update`` returns differences, so ``params
+      + updates`` has a rounding error, in proportion to the larger of the old and the new param.
+      The next average removes this error. Cost: one all-reduce of a partition per step, in f32 or
+      wider; no state besides that of ``inner``.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per replica,

@@ -130,11 +130,11 @@ def on_mesh(
     Use ``on_mesh`` in your own loop if params are global arrays: replicated, or sharded over the
     axis of the batch (FSDP), another axis (HSDP), a model axis (tensor parallel), or several axes.
     ``boostax.value_and_grad(mesh=, axis_name=)`` returns gradients that are local to each replica,
-    stacked in a ``PerReplica``. The parts of ``tx`` need no ``axis_name``, because
-    reductions, and gates around reductions, use the ``axis_name`` of ``on_mesh``. Before the
-    reduction, every replica has different gradients. After the reduction, gradients, params and
-    state are ordinary global arrays, so any optimizer is correct for any sharding. A reduction
-    other than the mean receives each device's shards, not whole leaves.
+    stacked in a ``PerReplica``. The parts of ``tx`` need no ``axis_name``, because reductions, and
+    gates around reductions, use the ``axis_name`` of ``on_mesh``. Before the reduction, every
+    replica has different gradients. After the reduction, gradients, params and state are ordinary
+    global arrays, so any optimizer is correct for any sharding. A reduction other than the mean
+    receives each device's shards, not whole leaves.
 
     Args:
       tx: the optimizer, with a reduction first in the innermost chain.
@@ -154,10 +154,9 @@ def on_mesh(
       like a param is sharded like the param, and per-replica state has a leading dimension of
       replicas. ``update`` accepts ``PerReplica`` gradients, or the stacked arrays that a
       ``PerReplica`` contains. On an Explicit mesh, ``update`` also accepts gradients of the mean
-      loss if their type is unreduced over the replica
-      axes. Cost: as ``tx``. With ``shard_optimizer``,
-      each device has ``1/n`` of the state and of the arithmetic, and changed params are
-      all-gathered.
+      loss if their type is unreduced over the replica axes. Cost: as ``tx``. With
+      ``shard_optimizer``, each device has ``1/n`` of the state and of the arithmetic, and changed
+      params are all-gathered.
 
     Raises:
       ValueError, TypeError: the params are not on one mesh, or an axis is not in the mesh; at trace

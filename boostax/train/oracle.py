@@ -103,10 +103,9 @@ def value_and_grad(
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
     ``mesh``, call the result in plain ``jit`` on global arrays. The loss is then mapped over only
     the replica axes, with ``check_vma=False``, so any loss works. Over all other axes, XLA
-    partitions the loss; on an Explicit mesh, the partition
-    follows the shardings of the arrays in the loss.
-    Gradients are a ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Of the results, only
-    the loss and ``Aux`` are reduced over the replicas.
+    partitions the loss; on an Explicit mesh, the partition follows the shardings of the arrays in
+    the loss. Gradients are a ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Of the
+    results, only the loss and ``Aux`` are reduced over the replicas.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if these are given,

@@ -89,12 +89,11 @@ def make_train_step(
         ``None`` keeps the placement of the params in ``step.init``.
       freeze_driver: how a step with ``scheduled_freeze`` is compiled. ``"host"`` compiles a program
         for each depth when the depth first occurs, and the host chooses the program. ``"switch"``
-        compiles one program for all depths. This program
-        also runs inside ``jax.jit`` or ``jax.lax.scan``.
-        The program of ``"switch"`` has a copy of the optimizer's code for each depth, and a step
-        runs one copy. At 2, 4 and 10 depths, the program has 1.5, 2.5 and 5.5 times the optimizer's
-        operations. The program also needs one more temporary copy of the params on CPU and H100,
-        and two more copies on TPU v5e.
+        compiles one program for all depths. This program also runs inside ``jax.jit`` or
+        ``jax.lax.scan``. The program of ``"switch"`` has a copy of the optimizer's code for each
+        depth, and a step runs one copy. At 2, 4 and 10 depths, the program has 1.5, 2.5 and 5.5
+        times the optimizer's operations. The program also needs one more temporary copy of the
+        params on CPU and H100, and two more copies on TPU v5e.
       shard_optimizer: whether to shard the optimizer's state over the replicas (ZeRO, stage 1).
         Each leaf is sharded along its first unsharded dimension that the number of replicas
         divides. The state of any optimizer can be sharded, because the optimizer receives global
