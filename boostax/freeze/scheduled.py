@@ -378,8 +378,8 @@ def scheduled_freeze(
 
         return freezing.changed(params, depth, close, (params, state))
 
-    init = functools.partial(_init, freezing)
-    return ScheduledFreeze(init, FreezingUpdate(step_fn, flush_fn, freezing, init=init))
+    made = gate.gated(functools.partial(_init, freezing), step_fn, flush_fn)
+    return ScheduledFreeze(made.init, FreezingUpdate(**vars(made.update), variants=freezing))
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:
