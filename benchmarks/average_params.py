@@ -119,7 +119,7 @@ def run(programs: Programs, workload: Workload, seed: int) -> dict[str, list[Jud
             rate = jnp.float32(peak * min(1.0, done / WARM_UP) * schedule(done))
             params, state = programs.step(params, state, workload.batch(index), rate)
         found[name].append(judge(params, peak))
-        states = trees.find(state, lambda x: isinstance(x, boostax.states.AverageParamsState))
+        states = trees.find(state, boostax.states.AverageParamsState)
         for (kind, _), each in zip(reversed(averages(steps)), states, strict=True):
             average = boostax.model.averaged_params(params, each)
             found[f"{kind}, {name}"].append(judge(average, peak))

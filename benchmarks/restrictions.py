@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from boostax.train.compiled import TrainStep
+from boostax.train.step import TrainStep
 
 COUNT, ROWS, LENGTH, WIDTH = 4, 64, 8, 32
 # The sizes of a mesh, the axes that split the batch, and the axis that shards params.

@@ -39,7 +39,7 @@ from boostax.reduce.quantized import int8_reduce as int8_reduce
 from boostax.reduce.sparse import top_k_reduce as top_k_reduce
 from boostax.subspace.dim_reduce import dim_reduce as dim_reduce
 from boostax.train.apply import apply_gradients as apply_gradients
-from boostax.train.on_mesh import on_mesh as on_mesh
+from boostax.train.apply import on_mesh as on_mesh
 from boostax.train.oracle import value_and_grad as value_and_grad
 from boostax.train.state import metrics as metrics
 from boostax.train.step import make_train_step as make_train_step

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import boostax
-from boostax._core import checks, copies, mismatch, replicas, transfer, trees, types
+from boostax._core import checks, copies, replicas, transfer, trees, types
 from boostax._core.types import PyTree
 from boostax.train import resharding
 
@@ -71,7 +71,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         checks.positive_int(_WHO, "keep", keep, "keep is the number of saved steps on disk.")
         self._path = pathlib.Path(directory).absolute()
         if jax.process_index() == 0:
-            # orbax would remove leftovers in the background, which may be too late.
+            # orbax would remove leftovers in the background, perhaps only after the next save has
+            # started.
             for leftover in self._path.glob("*.orbax-checkpoint-tmp"):
                 # The target of a link does not belong to boostax, so only the link is removed.
                 leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
@@ -81,8 +82,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._manager = _Manager(self._path, options=options, item_handlers=handlers)
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # After an error, another process may have ended, and a save would wait for the shards of
-        # that process.
+        # After an error, another process may have ended. ``close`` would then wait for the shards
+        # of that process.
         if error is None or jax.process_count() == 1:
             self.close()
 
@@ -106,12 +107,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         checks.natural(_WHO, "step", step, "The call is save(step, state, meta).")
         leaves = _require_arrays("state", state, lambda leaf: isinstance(leaf, jax.Array))
-        mismatch.require_order(_WHO, "save(step, state, meta)", state=state)
+        trees.require_order(_WHO, "save(step, state, meta)", state=state)
         replicas.require_stacked(_WHO, state)
         _require_equal(_WHO, state)
         versions = {x.__name__: x.__version__ for x in (boostax, jax, optax)}
         record = {"leaves": _described(leaves), "meta": meta or {}}
-        record |= {"parts": mismatch.parts(state), "versions": versions}
+        record |= {"parts": trees.parts(state), "versions": versions}
         # JSON converts tuples and integer keys, so the checksum is computed after the conversion.
         record = json.loads(json.dumps(record))
         record["checksum"] = _text_checksum(record)
@@ -191,13 +192,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         _require_arrays("target", target, lambda leaf: hasattr(leaf, "dtype"))
         step, record = self._record(step)
         saved = resharding.as_saved(target, record["leaves"] if reshard else {})
-        if unlike := _unlike(record, mismatch.parts(target), _named(saved)):
+        if unlike := _unlike(record, trees.parts(target), _named(saved)):
             raise ValueError(
                 f"Checkpointer: target must match step {step} in {self._path}, {unlike}"
             )
         item = jax.tree.map(lambda leaf: leaf if leaf.size else None, saved)
         restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-        # The restore is partial, because versions of boostax differ in fields that are None.
+        # The restore is partial, because another version of boostax may have more or fewer fields
+        # that are None.
         args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=True)
         state = self._read(step, state=args)["state"]
         state = jax.tree.map(
@@ -209,7 +211,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if altered := [x for x in restored if restored[x] != record["leaves"][x]]:
             raise self._damaged(step, f"the checksum of {', '.join(altered[:4])} does not match")
         state = resharding.resharded(state, target) if reshard else state
-        # On CPU, restored arrays share the host's memory, which XLA does not donate.
+        # On CPU, restored arrays share the host's memory, and XLA cannot reuse such memory for a
+        # donated array.
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
         return state, record["meta"]
 
@@ -235,8 +238,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
-            # orbax raises these errors for classes that it cannot compare, even if no file is
-            # damaged.
+            # orbax also raises these errors for classes of nodes that it cannot compare, even if no
+            # file is damaged.
             unlike = isinstance(error, (TypeError, IndexError))
             raise self._damaged(step, _first_line(error), unlike) from error
 
@@ -255,9 +258,9 @@ class _Manager(ocp.CheckpointManager):
     """An orbax manager that does not query JAX's preemption sync point.
 
     orbax's manager asks JAX at the start and end of every save whether a SIGTERM has arrived. Each
-    query sets the step counter with which the processes agree on the step at which to stop. A query
-    from a save in the background would set the counter back, and the processes would stop after
-    different steps. The training loop itself makes one query per step.
+    query sets a step counter. By this counter, the processes agree on the step at which to stop. A
+    query from a save in the background would set the counter back, and the processes would stop
+    after different steps. The training loop itself makes one query per step.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -361,7 +364,10 @@ def _described(leaves: dict[str, jax.Array]) -> dict[str, Json]:
 
 @jax.jit
 def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return a weighted sum of each leaf's 32-bit words, mod 2**32; one altered word changes it."""
+    """Return for each leaf a weighted sum of its 32-bit words, mod 2**32.
+
+    If one word is altered, the sum changes.
+    """
     sums: dict[str, jax.Array] = {}
     for name, leaf in leaves.items():
         parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain a chain or a train step: its parts, and errors in the order of the parts."""
+"""Explain a chain or a train step: list its parts, and report wrong orders of parts."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from boostax._core.types import PyTree
 from boostax.order import findings, parts
 from boostax.order.findings import Finding as Finding
 from boostax.precision.loss_scale import loss_scale
-from boostax.train.compiled import TrainStep
 from boostax.train.state import TrainState
+from boostax.train.step import TrainStep
 
 _WHO = "explain"
 
@@ -40,7 +40,7 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """List the parts of a chain, and errors in the order of the parts; ``print`` shows a table.
+    """List the parts of a chain, and report wrong orders of parts; ``print`` shows a table.
 
     Attributes:
       parts: the parts, in the order in which a gradient passes them. Each part has a ``name``, a
@@ -76,12 +76,11 @@ def explain(
     batch: PyTree = None,
     **kwargs: PyTree,
 ) -> Explanation:
-    """List the parts of a chain or a train step, and errors in the order of the parts.
+    """List the parts of a chain or a train step, and report wrong orders of parts.
 
-    Parts are listed in the order in which a gradient passes them. Known errors of order, such as a
-    clip before the loss scaler or a mean before AdaSum, are reported with the reason and a fix. A
-    part of another package has the role ``"unknown"``, and the position of that part is not
-    checked.
+    Parts are listed in the order in which a gradient passes them. Wrong orders, such as a clip
+    before the loss scaler or a mean before AdaSum, are reported with the reason and a fix. A part
+    of another package has the role ``"unknown"``, and the position of that part is not checked.
 
     With a batch and a train step that scales the loss, ``explain`` also reports backward rules
     (``jax.custom_vjp``) that are not linear in the cotangent, and params whose unscaled gradients
@@ -169,11 +168,11 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree
     values: Any = [x.aval for equation, _ in interpret.equations(program) for x in equation.outvars]
     limits = [jnp.finfo(x.dtype) for x in values if jnp.issubdtype(x.dtype, jnp.floating)]
     is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
-    # Scaling by a power of two is exact unless a value underflows or overflows, as in f16.
+    # Scaling by a power of two is exact unless a value underflows or overflows, as it may in f16.
     if kwargs or is_abstract or any(x.tiny > 1e-30 for x in limits):
         return listed
     factor = 2.0 ** -(round(math.log2(loss_scale(state.opt_state))) or 8)
-    # On a GPU, the order of a sum may differ between two runs.
+    # On a GPU, the order of the terms of a sum may differ between two runs.
     tolerance = max(float(x.eps) for x in limits) ** 0.5
     names = groups.few([*itertools.compress(trees.names(state.params), jax.jit(differs)(*args))])
     return [*listed, findings.finding("depends_on_scale", leaves=names)] if names else listed

@@ -14,16 +14,15 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from boostax._core import axes, checks, describe, mismatch, placement, replicas, trees
+from boostax._core import axes, checks, describe, placement, replicas, trees
 from boostax._core.norms import all_finite
 from boostax._core.replicas import PerReplica
 from boostax._core.types import PyTree
 from boostax.accumulate import aux as auxiliary
 from boostax.accumulate.aux import Aux
 from boostax.accumulate.window import flush
-from boostax.order import check
-from boostax.train.apply import apply_gradients
-from boostax.train.on_mesh import on_mesh
+from boostax.order import findings
+from boostax.train.apply import apply_gradients, on_mesh
 from boostax.train.oracle import value_and_grad
 
 with checks.needing("boostax.nnx", "Flax", "workloads"):
@@ -39,7 +38,7 @@ class Optimizer(nnx.Optimizer[_M]):
     This class replaces ``nnx.Optimizer``, and its objects are made, updated, split, merged and
     checkpointed in the same way. Gates (a loss scaler, a window) must be outermost in ``tx``. A
     step that a gate skips writes no params. ``value_and_grad`` returns the gradients that the chain
-    needs: gradients of the scaled loss, local to each replica, without the params that
+    expects. They are gradients of the scaled loss, local to each replica, without the params that
     ``scheduled_freeze`` freezes.
 
     Args:
@@ -112,7 +111,7 @@ class Optimizer(nnx.Optimizer[_M]):
             tx = on_mesh(tx, params, axis_name=axis_name, shard_optimizer=shard_optimizer)
             self.mesh = jax.tree.leaves(params)[0].sharding.mesh
         else:
-            check.of_chain(_WHO, tx)
+            findings.of_chain(_WHO, tx, ())
         is_valid = axis_name is not None or not shard_optimizer
         allowed = "False without an axis_name"
         hint = "The state is sharded over the axes of axis_name."
@@ -125,8 +124,8 @@ class Optimizer(nnx.Optimizer[_M]):
             # A program cannot accept a counter on one device together with params on a mesh.
             replicated = NamedSharding(self.mesh, PartitionSpec())
             self.step.set_value(jax.device_put(self.step.get_value(), replicated))
-            # State with a leading dimension of replicas has the metadata of a param, which lack
-            # that dimension.
+            # State with a leading dimension of replicas gets the metadata of a param, and these
+            # metadata lack the leading dimension.
             boxes = jax.tree.leaves(self.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
             for box in boxes:
                 if box.has_metadata("out_sharding"):
@@ -152,8 +151,8 @@ class Optimizer(nnx.Optimizer[_M]):
         Args:
           loss_fn: ``loss_fn(model, *batch, **arguments)``; a scalar, or ``(loss, aux)``. Variables
             that the loss changes in the model (BatchNorm statistics, dropout counters) are averaged
-            over the replicas. The new values are kept, unless one of them is not finite. As in
-            ``nnx.value_and_grad``, the variables change even if a scaler skips the step.
+            over the replicas. If a new value is not finite, all variables keep their old values. As
+            in ``nnx.value_and_grad``, the variables change even if a scaler skips the step.
           has_aux: whether the loss returns an aux. As in ``boostax.value_and_grad``, a
             ``boostax.Aux`` is combined. Any other aux is not combined: with several replicas, it is
             returned in a ``PerReplica``, whose ``local`` has a leading dimension of replicas.
@@ -179,7 +178,7 @@ class Optimizer(nnx.Optimizer[_M]):
             filters: Any = self.wrt, nnx.RngKey, nnx.Param, ...
             graph, *states = nnx.split(model, *filters, **self.more)
             params, keys, frozen, others = nnx.as_pure(states)
-            # A loss with a key per replica may generate data from the key.
+            # A loss with a key per replica may generate data from the key, and needs no batch.
             is_valid = not names or bool(batch) or bool(jax.tree.leaves(keys))
             allowed = "given if rows are split over replicas"
             hint = "Pass the batch to loss_fn: arrays in its closure are not split over replicas."
@@ -215,11 +214,12 @@ class Optimizer(nnx.Optimizer[_M]):
             constants = placement.gathered(self.mesh, names, constants) if names else constants
             extra: dict[str, PyTree] = {"model_state": others, "constants": constants}
             (value, aux), grads = gradients_of(params, opt_state, batch, active=active, **extra)
-            # Variables that the loss did not change keep their old values, because a mean over
-            # three replicas would round them.
+            # Variables that the loss did not change keep their old values, because a mean over the
+            # replicas may round them.
             mean = aux.combined.model_state
             new = jax.tree.map(lambda x, y, old: y if x else old, changed, mean, others)
-            # An overflow in the forward pass affects the variables even if the step is skipped.
+            # An overflow in the forward pass also reaches the variables, and a skipped step does
+            # not restore them. So they change only if all their new values are finite.
             keep = all_finite(new)
             nnx.update(model, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, others))
             aux = auxiliary.as_given(aux.combined._replace(model_state=None), aux.other, loss_aux)
@@ -271,7 +271,7 @@ class Optimizer(nnx.Optimizer[_M]):
             replicas.
         """
         old = nnx.as_pure(self.opt_state)
-        state = mismatch.require_as_made(_WHO, "state", trees.arrays(state), old)
+        state = trees.require_as_made(_WHO, "state", trees.arrays(state), old)
 
         def place(new: jax.Array, old: jax.Array) -> jax.Array:
             # If the old array is uncommitted, the placement of the new array is not changed.

@@ -1,4 +1,4 @@
-"""Train in several processes, save, and resume after a kill, also with other numbers of processes.
+"""Train in several processes, save, and resume after a kill, even with another number of processes.
 
 Run the program alone, or run each process in a terminal (or on a machine) of its own:
 

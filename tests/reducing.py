@@ -100,7 +100,7 @@ def repeated(tx, grads, steps=1):
 
 def own_means(state):
     """Means over the replicas of what each holds for itself, where there is one."""
-    nodes = boostax._core.trees.find(state, lambda x: isinstance(x, boostax.PerReplica))
+    nodes = boostax._core.trees.find(state, boostax.PerReplica)
     floating = [x for x in jax.tree.leaves(nodes) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return [np.asarray(x, np.float64).mean(0) for x in floating]
 

@@ -104,7 +104,7 @@ def test_a_held_call_leaves_the_average_bit_for_bit(form, kind):
 
 def kept(state):
     """The state of the average, without what is inside."""
-    found = boostax._core.trees.find(state, lambda x: isinstance(x, STATE))[0]
+    found = boostax._core.trees.find(state, STATE)[0]
     return found._replace(inner_state=())
 
 

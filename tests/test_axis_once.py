@@ -149,7 +149,7 @@ def test_a_gate_behind_the_reduction_in_a_gate_stays_without():
     inner = optax.chain(boostax.all_reduce(), boostax.accumulate(optax.sgd(0.1), 2))
     with boostax._core.axes.binding(("data",)):
         state = boostax.dynamic_loss_scale(inner).init(PARAMS)
-    assert not boostax._core.trees.find(state, boostax._core.replicas.is_per_replica)
+    assert not boostax._core.trees.find(state, boostax.PerReplica)
 
 
 @pytest.mark.parametrize(("part", "axis"), MORE)

@@ -12,7 +12,7 @@ from lanes import lanes, spread
 from training import fit
 
 import boostax
-from boostax.train.compiled import asked
+from boostax._core.describe import asked
 
 WEIGHTS = {"a": jnp.array([2.0, 0.5, 1.0]), "b": jnp.array([[1.0, 3.0]])}
 START = {"a": jnp.array([1.0, -1.0, 2.0]), "b": jnp.array([[0.5, -2.0]])}

@@ -69,7 +69,7 @@ def objective(params):
 
 def trained(tx, dtype, wide, steps=3):
     """Params after some steps; ``wide`` keeps the optimizer in f32 by hand."""
-    names = boostax.train.compiled.asked(tx)
+    names = boostax._core.describe.asked(tx)
     given = {"value": jnp.float32(2.0)} if "value" in names else {}
     given |= {"obj_fn": objective} if "obj_fn" in names else {}
     up = boostax._core.trees.at_least_float32 if wide else lambda tree: tree

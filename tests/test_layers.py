@@ -88,7 +88,7 @@ def test_the_audit_knows_boostax_by_its_adapter_and_is_known_to_the_command_alon
     }
     assert crossings == {"auditing/adapter.py", "__init__.py", "__main__.py"}
     known = {x.rpartition(".")[0] for x in imported(ROOT / "auditing/adapter.py")}
-    own = "_core.late _core.replicas _core.types accumulate.window train.compiled"
+    own = "_core.late _core.replicas _core.types accumulate.window train.step"
     assert known - {"boostax._core"} == {f"boostax.{name}" for name in own.split()}
 
 

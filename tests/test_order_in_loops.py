@@ -16,7 +16,7 @@ from flax import nnx
 import boostax
 import boostax.nnx
 from boostax import dynamic_loss_scale, precision
-from boostax.order import check
+from boostax.order import findings
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.full((2, 2), 2.0)}
 X, ADAM = jnp.arange(3.0), optax.adam(1e-3)
@@ -78,7 +78,7 @@ def differentiated(tx, params, state, x):
 
 def reported(fn):
     """What a call refuses, and of what it warns, without the names of functions and of scalers."""
-    check._WARNED.clear()
+    findings._WARNED.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

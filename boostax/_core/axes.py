@@ -61,7 +61,7 @@ _BOUND = jax.make_user_context(Bound())
 
 @contextmanager
 def during(variable: ContextVar[Value], value: Value) -> Generator[None]:
-    """Set a context variable inside this context."""
+    """Set a context variable during a ``with`` block."""
     token = variable.set(value)
     try:
         yield
@@ -116,7 +116,7 @@ def of_mesh(who: str, axis_name: AxisName | None, mesh: Mesh | None) -> tuple[st
     return names
 
 
-# In a plain jit, XLA shards arrays but binds no axis. A train step would bind the replica axes.
+# In a plain jit, XLA shards arrays, and no axis is bound. A train step binds the replica axes.
 _IN_JIT = (
     "In plain jit, use boostax.make_train_step, or omit this axis_name and wrap the chain: "
     "boostax.on_mesh(tx, params, axis_name=...) or boostax.nnx.Optimizer(..., axis_name=...)."
@@ -137,15 +137,15 @@ def require_bound(
             raise ValueError(checks.message(who, argument, allowed, got, hint)) from error
 
 
-# The number of replicas along the axes, and the index of this replica. The index of the first axis
-# varies slowest.
+# The number of replicas along the axes, and the index of this replica. If there are several axes,
+# replicas that differ only in the last axis have consecutive indices.
 size = lax.axis_size
 index = lax.axis_index
 
 
 def varying(x: object) -> frozenset[str]:
     """Return the axes over which the type of ``x`` varies; empty if JAX does not track axes."""
-    # jax.typeof refuses a jax.ShapeDtypeStruct of a partly manual region.
+    # Where only some mesh axes are manual, ``jax.typeof`` refuses a ``jax.ShapeDtypeStruct``.
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
@@ -176,7 +176,7 @@ def types(tree: PyTree) -> list[frozenset[str]]:
 
 
 def to_varying(tree: PyTree, names: tuple[str, ...] | frozenset[str]) -> PyTree:
-    """Cast arrays to vary over those of the given axes that ``shard_map`` maps.
+    """Cast arrays to vary over ``names``, without the axes that no ``shard_map`` maps.
 
     Outside ``shard_map``, or with ``check_vma=False``, the values stay unchanged.
     """
@@ -212,7 +212,7 @@ def zeros(like: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike | None = None
 
 
 def agree(ok: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Return whether ``ok`` is true on all replicas and shards; one collective of 4 bytes."""
+    """Return whether ``ok`` is true on all replicas and shards, by one collective of 4 bytes."""
     return lax.pmin(ok.astype(jnp.int32), with_shards(ok, names)) > 0 if names else ok
 
 
@@ -274,12 +274,12 @@ def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def vmapped(names: tuple[str, ...]) -> bool:
-    """Return whether ``jax.vmap`` bound the names; some collectives have no batching rule."""
+    """Return whether ``jax.vmap`` bound the names; then some collectives have no batching rule."""
     return not frozenset(names).issubset(get_abstract_mesh().manual_axes)
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:
-    """Refuse a predicate that may differ per replica, as collectives in a branch would deadlock.
+    """Refuse a predicate that may differ per replica: collectives in its branch would deadlock.
 
     JAX itself accepts a varying predicate.
     """
@@ -304,8 +304,8 @@ def require_local(grads: PyTree, names: tuple[str, ...], who: str) -> None:
     expected = tracked(names)
     for path, leaf in jax.tree.leaves_with_path(grads):
         missing = ", ".join(sorted(expected - varying(leaf)))
-        # Integers are not checked. They are indices of sparse gradients, which may be equal on all
-        # replicas.
+        # Integers are not checked: they are the indices of sparse gradients, and these indices may
+        # be equal on all replicas.
         if missing and jnp.issubdtype(leaf.dtype, jnp.inexact):
             got = f"{trees.path_name(path)!r}, which is already reduced over {missing}"
             raise ValueError(checks.message(who, "gradients", "local to each replica", got, hint))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse gradients: JAX's ``BCOO`` of rows of an embedding, or of single elements.
 
-``describe`` converts sparse gradients to dense arrays before a transformation of boostax gets them:
-rows with the same index are added, and rows out of range are dropped.
+``describe`` converts sparse gradients to dense arrays before a transformation of boostax gets them.
+The conversion adds rows with the same index, and drops rows out of range.
 """
 
 import sys
@@ -31,8 +31,8 @@ def dense(tree: PyTree, who: str) -> PyTree:
         got = type(x).__name__, trees.path_name(path)
         valid = got[0] == "BCOO" and not x.n_batch and x.n_sparse > 0
         checks.require_type(valid, who, "gradients", got, "dense or BCOO with n_batch=0", DENSE)
-        # ``x.todense()`` would lose the varying axes in the type of ``x``. The sum is in f32 or
-        # wider, so that the sum of rows with the same index is rounded once.
+        # ``x.todense()`` would lose the varying axes in the type of ``x``. Rows with the same index
+        # are added in f32 or wider, so that their sum is rounded only once.
         zeros = jnp.zeros(x.shape, trees.wide_dtype(x))
         zeros = axes.to_varying(zeros, axes.varying(x.data) | axes.varying(x.indices))
         return zeros.at[tuple(x.indices.T)].add(x.data).astype(x.dtype)

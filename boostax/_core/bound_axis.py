@@ -6,7 +6,7 @@ without an ``axis_name`` runs over the bound axis, and so does a gate around a r
 after the reduction gets gradients that are equal on all replicas, so this gate needs no axis. Each
 part reads the bound axis when the part is called, not when it is built.
 
-Some windows average the gradients of each call over the replicas themselves (``Bound.averaged``).
+Some windows themselves average the gradients of each call over the replicas (``Bound.averaged``).
 Inside such a window, a reduction by the mean returns its input unchanged, other reductions are
 refused, and gates ignore ``axis_name``.
 """
@@ -75,10 +75,11 @@ def called(factory: Callable[..., Extended], spec: Any, names: axes.AxisName | N
 
 
 def delayed(sample: Extended, pick: Callable[[PyTree], Any]) -> Extended:
-    """Return a transformation that calls the result of ``pick``; ``sample`` has its description."""
+    """Return a transformation that calls the result of ``pick``, described like ``sample``."""
     sampled = gate_of(sample)
 
-    # A gate gets a ``Pending`` and the argument ``apply``; any other part gets gradients.
+    # The ``step`` of a gate gets a ``Pending`` and the argument ``apply``. The ``update`` of any
+    # other part gets gradients.
     @functools.wraps(sampled.step if sampled else sample.update)
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
         raw = updates.raw if isinstance(updates, Pending) else updates

@@ -39,7 +39,7 @@ def message(who: str, argument: str, allowed: str, got: object, hint: str) -> st
 
 @contextlib.contextmanager
 def needing(who: str, package: str, extra: str) -> Generator[None]:
-    """Name the extra of boostax in the error for a package that is not installed."""
+    """Name, in the error for a missing package, the extra of boostax that installs the package."""
     try:
         yield
     except ImportError as error:
@@ -49,7 +49,7 @@ def needing(who: str, package: str, extra: str) -> Generator[None]:
 
 def positive_int(who: str, argument: str, value: object, hint: str) -> Any:
     """Require an integer of Python, NumPy or JAX from 1 to the largest i32; refuse a bool."""
-    # Inside ``optax.inject_hyperparams``, the value is traced.
+    # Inside ``optax.inject_hyperparams``, the value is traced and cannot be compared.
     if isinstance(value, Tracer):
         return value
     number = natural(who, argument, value, hint, "a positive integer", least=1)
@@ -84,11 +84,23 @@ def require_scalar(who: str, argument: str, value: object) -> None:
 
 
 def number(
-    who: str, argument: str, value: Any, allowed: str, test: Callable[[float], bool], hint: str
+    who: str,
+    argument: str,
+    value: Any,
+    allowed: str,
+    hint: str,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> Any:
-    """Require a finite real scalar that passes ``test``; of a tracer, only the shape is checked."""
+    """Require a finite real scalar within the limits; for tracers, only the shape is checked.
+
+    The value may equal ``least`` and ``most``, but not ``above`` or ``below``.
+    """
     require_scalar(who, argument, value)
-    # Inside ``optax.inject_hyperparams``, the value is traced.
+    # Inside ``optax.inject_hyperparams``, the value is traced and cannot be compared.
     if isinstance(value, Tracer):
         return value
     try:
@@ -97,7 +109,8 @@ def number(
         real = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(message(who, argument, allowed, value, hint)) from error
-    require(math.isfinite(real) and test(real), who, argument, value, allowed, hint)
+    is_valid = math.isfinite(real) and above < real < below and least <= real <= most
+    require(is_valid, who, argument, value, allowed, hint)
     return value
 
 

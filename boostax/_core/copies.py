@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the devices' copies of replicated arrays.
 
-JAX treats a replicated array as one array, even if the devices' copies differ after a flipped bit
-or with another seed in one process. ``check_replicas`` and ``Checkpointer`` find such copies. Every
-device reduces the words of its copy to two sums mod 2**32, a plain sum and a sum weighted by odd
-numbers. Then the sums of all devices are compared. An odd factor is invertible mod 2**32, so one
-altered word always changes the weighted sum. Integer sums are exact in any order.
+JAX treats a replicated array as one array, even if the devices' copies differ, because a bit
+flipped or one process used another seed. ``check_replicas`` and ``Checkpointer`` find such copies.
+Every device reduces the words of its copy to two sums mod 2**32, a plain sum and a sum weighted by
+odd numbers. Then the sums of all devices are compared. An odd factor is invertible mod 2**32, so
+one altered word always changes the weighted sum. Integer sums are exact in any order.
 
 Each device sends 8 bytes for each distinct sharding among the leaves. The sums of each leaf are
 sent only if these 8 bytes differ between devices.
@@ -63,8 +63,8 @@ def weighted(words: jax.Array) -> jax.Array:
 def sums(leaves: Sequence[jax.Array]) -> jax.Array:
     """Return the plain and the weighted sum of each leaf's words, ``[leaves, 2]``.
 
-    Each leaf is read once. XLA:CPU needs one reduction with two results for a single read; a TPU
-    and a GPU fuse two reductions of one operand.
+    Each leaf is read once. For a single read, XLA:CPU needs one reduction with two results, while a
+    TPU and a GPU fuse two reductions of one operand.
     """
     zero = np.zeros((), np.uint32)
     pairs = [(bits := words(x), weighted(bits)) for x in leaves]
@@ -111,7 +111,7 @@ def compared(
     Args:
       leaves: the shards of this device.
       due: bool scalar, whether to compare now. Each device reads its own copy of ``due``, so a
-        device with another count of calls is found.
+        device with a different count of calls is found.
       extra: numbers of this process, such as checksums of its program. In ``culprits`` these
         numbers precede the leaves.
       names: the axes of all devices.

@@ -24,8 +24,9 @@ from boostax._core.types import PyTree
 
 # A degree is a number or one of five marks. ``ANY`` is the degree of zeros and infinities.
 # ``GUARD`` is the degree of a small positive constant that only prevents a division by zero; a sum
-# ignores such a term. ``FREE`` is an input of any degree; a product counts it as a constant.
-# ``NONE`` means that a value has no degree, and ``UNKNOWN`` that its degree is unknown.
+# ignores such a term. ``FREE`` is the degree of an input that may have any degree; in a product,
+# such an input counts as a constant. ``NONE`` means that a value has no degree, and ``UNKNOWN``
+# that its degree is unknown.
 Degree = float | str
 ANY, GUARD, FREE, NONE, UNKNOWN = "any", "guard", "free", "none", "unknown"
 _LARGEST_GUARD = 1e-6
@@ -40,10 +41,11 @@ def _kinds() -> Mapping[str, Degree]:
 
 
 def degrees(program: jaxprs.ClosedJaxpr, known: Sequence[Degree]) -> list[Degree]:
-    """Return the degrees of the results; inputs after the ``known`` ones are cotangents."""
+    """Return the degrees of the results; inputs after those in ``known`` are cotangents."""
     inputs = [*known, *[1.0] * (len(program.in_avals) - len(known))]
     inputs = [x if is_inexact(y) else ANY for x, y in zip(inputs, program.in_avals, strict=True)]
-    # The values of a loop that runs until convergence may share no degree.
+    # If the branches of a condition or the iterations of a loop give a value different degrees,
+    # ``_shared`` returns ``UNKNOWN``.
     return interpret.flow(program, inputs, _transfer, _shared, 0.0, constant=_of_constant)
 
 
@@ -83,7 +85,7 @@ def _transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
     if kind != "place" or len(operands) != len(types):
         operands = [_degree(eqn, kind, operands)] * len(types)
     # An integer or a bool has the degree ``ANY``, because no gradient depends on it. But such a
-    # value keeps the degree ``NONE`` or ``UNKNOWN``, because a scale may change the value.
+    # value keeps the degree ``NONE`` or ``UNKNOWN``, because the loss scale may change the value.
     pairs = zip(operands, types, strict=True)
     return [x if is_inexact(aval) or x in (NONE, UNKNOWN) else ANY for x, aval in pairs]
 

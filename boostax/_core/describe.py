@@ -21,7 +21,6 @@ import functools
 import inspect
 import sys
 import types
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -71,21 +70,6 @@ class Holds(NamedTuple):
     scale: str = ""
     basis: str = ""
     params: bool = False
-
-
-# What was read from the ``update`` of each transformation, by key.
-_READ = weakref.WeakKeyDictionary[PyTree, dict[PyTree, PyTree]]()
-
-
-def once(update: Callable[..., PyTree], key: PyTree, read: Callable[[], PyTree]) -> PyTree:
-    """Return ``read()``, which is called once for each ``update`` and key."""
-    try:
-        known = _READ.setdefault(update, {})
-    except TypeError:  # Some callables have no weak references, or no hash.
-        known = {}
-    if key not in known:
-        known[key] = read()
-    return known[key]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,7 +143,7 @@ def describe(
     def decorate(update: Update) -> Update:
         @functools.wraps(update)
         def scoped(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            # The caller may pass Python numbers among the leaves.
+            # Arguments may have Python numbers as leaves; these numbers become arrays.
             args = jax.tree.map(
                 lambda x: jnp.asarray(x) if type(x) in (float, complex) else x, args
             )
@@ -197,9 +181,10 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
     """Return the variants of a transformation; ``None`` if its step is compiled only once.
 
     A step is compiled once for each variant. The variants of ``scheduled_freeze`` are the numbers
-    of frozen groups. Its ``update`` gets this number as a Python integer by the keyword ``depth``.
-    The ``next_variant()`` of its state is the variant of the next call, an i32 scalar. A gate of
-    the role ``"watch"``, such as ``average_params``, has the variants of the transformation inside.
+    of frozen groups. The ``update`` of ``scheduled_freeze`` gets this number as a Python integer by
+    the keyword ``depth``. The method ``next_variant()`` of the state returns the variant of the
+    next call, an i32 scalar. A gate of the role ``"watch"``, such as ``average_params``, has the
+    variants of the transformation inside.
     """
     description = getattr(tx.update, "description", None)
     if hasattr(tx.update, "step") and description and description.role == "watch":
@@ -208,7 +193,34 @@ def variants_of(tx: optax.GradientTransformation) -> Any:
 
 
 def elsewhere(extra: Mapping[str, PyTree], place: Callable[[PyTree], PyTree]) -> dict[str, PyTree]:
-    """Return extra arguments whose functions accept moved params, which ``place`` converts back."""
+    """Return extra arguments whose functions of params first convert the params by ``place``."""
     functions = {x: extra[x] for x in ("value_fn", "obj_fn") if extra.get(x) is not None}
     moved = {x: functools.partial(lambda f, y: f(place(y)), fn) for x, fn in functions.items()}
     return {**extra, **moved}
+
+
+def asked(tx: optax.GradientTransformation) -> dict[str, bool]:
+    """Return the named arguments of ``update`` and of its parts, with True for required arguments.
+
+    The names are read from signatures and closures. Arguments with other names are not passed to
+    ``update``. If ``update`` requires such an argument, Optax raises.
+    """
+    required: dict[str, bool] = {}
+    seen: set[int] = set()
+    stack: list[PyTree] = [tx.update]
+    while stack:
+        node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, (list, tuple, dict)):
+            stack.extend(node.values() if isinstance(node, dict) else node)
+        elif inspect.isfunction(node):
+            for name, parameter in inspect.signature(node, follow_wrapped=False).parameters.items():
+                required[name] = required.get(name, False) or parameter.default is parameter.empty
+            stack.extend(closure(node).values())
+        elif isinstance(node, optax.MultiSteps) or (callable(node) and not inspect.isclass(node)):
+            # ``node`` is, for example, a gate, a bound method, a partial or a jitted function.
+            stack.extend(getattr(node, "__dict__", {}).values())
+            stack.extend(getattr(node, name, None) for name in ("__self__", "__func__", "func"))
+    return required

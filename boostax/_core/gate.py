@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: one branch that runs the inner transformation, or returns the old state.
 
-Its form follows from measurements on the compilers for CPU, TPU and GPU (``docs/compilers.md``):
+The form of the branch follows from measurements on the compilers for CPU, TPU and GPU
+(``docs/compilers.md``):
 
 * ``where`` needs the old and the new moments at once, so XLA cannot reuse a buffer. A branch around
   the update *and* its application lets XLA write donated buffers in place.
 * With ``lax.cond``, XLA:CPU copies pass-through operands unless the True branch does the work
   (https://github.com/jax-ml/jax/issues/39449), and XLA:GPU copies them unless the False branch does
-  the work. ``lax.switch`` on an int32 preserves the order of the branches, and with it no compiler
+  the work. With ``lax.switch`` on an int32, which preserves the order of the branches, no compiler
   copies these operands.
 * A pure ``update`` returns updates, so it needs one buffer of the size of the params.
 
@@ -32,8 +33,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, interpret, mismatch, norms, placement, protocols, trees
-from boostax._core.describe import Stepped
+from boostax._core import axes, checks, interpret, norms, placement, protocols, trees
+from boostax._core.describe import Description, Stepped
 from boostax._core.types import PyTree, State
 
 Extended = optax.GradientTransformationExtraArgs
@@ -113,14 +114,13 @@ class GatedUpdate:
       flush: see ``Flush``.
       init: the ``init`` of the same transformation; to explain an error, a state is compared with
         the result of ``init``.
-      description: the description that ``describe`` attached to ``step``.
+      description: the description that ``describe`` attached to ``step``; or ``None``.
     """
 
     step: Step
     flush: Flush
     init: Callable[[PyTree], PyTree] | None = dataclasses.field(default=None, kw_only=True)
-
-    description = property(lambda gate: getattr(gate.step, "description", None))
+    description: Description | None = dataclasses.field(default=None, kw_only=True)
 
     def __call__(
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
@@ -129,13 +129,14 @@ class GatedUpdate:
         who = getattr(self.description, "name", "update")
         call = "tx.update(grads, state, params)"
         like = updates if params is None else params
-        with mismatch.explaining(mismatch.require_state, who, call, self, state, like):
+        with trees.explaining(trees.require_state, who, call, self, state, like):
             return self.step(Pending(updates), state, params, apply=False, **extra_args)
 
 
 def gated(init: Callable[..., PyTree], step: Step, flush: Flush) -> Extended:
     """Make a transformation from an ``init``, a ``step`` and a ``flush``."""
-    return Extended(init, GatedUpdate(step, flush, init=init))
+    description = getattr(step, "description", None)
+    return Extended(init, GatedUpdate(step, flush, init=init, description=description))
 
 
 def gate_of(tx: optax.GradientTransformation) -> GatedUpdate | None:
@@ -154,13 +155,13 @@ def params_for(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
 
 def init_inner(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Make the first state of the transformation inside a gate."""
-    mismatch.require_order("init", "tx.init(params)", params=params)
-    return trees.first_state(tx, params_for(tx, params))
+    trees.require_order("init", "tx.init(params)", params=params)
+    return trees.unshared(tx.init(params_for(tx, params)), params)
 
 
 def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
     """Make the first state of an optimizer inside ``who``; refuse an optimizer with a gate."""
-    state = trees.first_state(tx, trees.at_least_float32(params))
+    state = trees.unshared(tx.init(trees.at_least_float32(params)), params)
     refuse_gates(who, gates_in(state))
     return state
 
@@ -175,7 +176,7 @@ def refuse_gates(who: str, gates: Sequence[object]) -> None:
 def call(
     tx: Extended, grads: Pending, state: PyTree, params: PyTree, *, apply: bool, extra: Extra
 ) -> Stepped:
-    """Run the transformation inside a gate by its ``step``, or without one by its ``update``.
+    """Run the transformation inside a gate by its ``step`` or, if it has none, by its ``update``.
 
     A transformation without a gate computes in f32 or wider for params of any dtype, so that
     moments and weight decay are not rounded.
@@ -196,16 +197,17 @@ def sources(tx: Extended, params: PyTree) -> Stepped:
     The result has a set of numbers for each array. Params and gradients are numbered in the order
     of the leaves.
     """
-    # The types have no shardings, because an Explicit mesh would check the shardings.
+    # Only shapes and dtypes matter here. So the types have no shardings, which JAX would check on
+    # an Explicit mesh.
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(functools.partial(init_inner, tx), types)
     update = functools.partial(call, tx, apply=True, extra={"value": jnp.zeros(())})
-    traced, _ = trees.trace_once(update, Pending(types), state, types)
+    traced = trees.Replay(*jax.make_jaxpr(update, return_shape=True)(Pending(types), state, types))
     none = frozenset[int]()
     numbers = [frozenset([i]) for i in range(len(jax.tree.leaves(types)))]
     inputs = [*numbers, *[none] * (len(traced.program.in_avals) - 2 * len(numbers)), *numbers]
     results = interpret.flow(traced.program, inputs, None, lambda facts: none.union(*facts), none)
-    return jax.tree.unflatten(traced.structure, results)
+    return jax.tree.unflatten(jax.tree.structure(traced.types), results)
 
 
 def flush_inner(tx: Extended, state: PyTree, params: PyTree, extra: Extra) -> Stepped:
@@ -263,15 +265,15 @@ def run_or_hold(
     axes.require_invariant(predicate, who)
     # The other branch must return values of the same types as ``heavy()``, which are known only
     # after a trace.
-    replay, types = trees.trace_once(heavy)
+    replay = trees.Replay(*jax.make_jaxpr(heavy, return_shape=True)())
     if names is not None:
         _require_agreed(replay, names, who)
     # These zeros have the dtype, the sharding and the varying axes of the updates.
-    old = (params if apply else jax.tree.map(axes.zeros, types[0]), state)
+    old = (params if apply else jax.tree.map(axes.zeros, replay.types[0]), state)
     hint = "Call tx.init with params that have the shapes of the gradients."
-    for what, tree, new_types in zip(("params", "state"), old, types, strict=True):
+    for what, tree, new_types in zip(("params", "state"), old, replay.types, strict=True):
         trees.require_shapes(who, what, tree, new_types, hint)
-    old = axes.unify(old, types)
+    old = axes.unify(old, replay.types)
 
     def work() -> Stepped:
         value, new_state = replay()
@@ -308,7 +310,7 @@ def _require_agreed(heavy: trees.Replay, names: tuple[str, ...], who: str) -> No
 
     With ``check_vma=True``, the types of the predicate and the results are already checked.
     """
-    sent = axes.named(eqn for eqn, _ in interpret.equations(heavy.program.jaxpr))
+    sent = axes.named([eqn for eqn, _ in interpret.equations(heavy.program.jaxpr)])
     seen = axes.tracked((*names, *sent))
     missing = ", ".join(map(repr, sorted(sent - seen.union(names))))
     got = f"{names or None}, but a part inside {who} communicates over {missing}"

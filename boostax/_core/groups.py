@@ -16,14 +16,14 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     """Return the group of each leaf, the ints 0, 1, ... without a gap, and the number of groups.
 
     Without params, as in ``optax.tree.map_params``, the number is read from ``groups``. If
-    ``groups`` is a function, the result is a number that every schedule accepts.
+    ``groups`` is a function, the number is then one that every schedule accepts.
 
     Args:
       who: the name of the transformation, for errors.
       groups: one of these forms. A tree of ints like the params, or a prefix of such a tree. A
-        dictionary of ints by path names, or by patterns, which match every leaf. A function of a
-        leaf's path name and the leaf. A list whose entry ``i`` has the pattern, or the patterns, of
-        group ``i`` (``fnmatch`` on path names; the name of a module matches all leaves of the
+        dictionary of ints by path names or patterns, which together match every leaf. A function of
+        a leaf's path name and the leaf. A list whose entry ``i`` has the pattern, or the patterns,
+        of group ``i`` (``fnmatch`` on path names; the name of a module matches all leaves of the
         module); leaves without a match are the last group. The result of
         ``freeze.mindspore_groups``.
       params: the params.
@@ -74,8 +74,8 @@ class Labels:
 def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
     """Return the label of each leaf, from a tree like the params or a prefix of such a tree."""
     try:
-        # JAX's error would print the params, and printing donated params fails, so zeros replace
-        # them.
+        # JAX's error prints the tree. Donated params cannot be printed, so zeros replace the
+        # params.
         return jax.tree.leaves(jax.tree.broadcast(groups, jax.tree.map(lambda _: 0, params)))
     except ValueError as error:
         # In an NNX optimizer, the params are arrays where ``groups`` may have variables, so only

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A handshake between scaled gradients and the scaler that divides them again.
 
-If the loss was not multiplied, the scaler would still divide the gradients by the scale, for
+If the loss was not multiplied by the scale, the scaler would still divide the gradients, for
 example by 65536. Training would stop, and no metric would show why. So code that multiplies a loss
 by a scale marks the scale, and a scaler checks during tracing that the scaler's *own* scale has a
 mark. A mark is stored for the identity of a tracer, is deleted with the trace, and adds nothing to
@@ -10,8 +10,9 @@ the program.
 Everything between the backward pass and the scaler must be homogeneous of degree 1 in the gradients
 (``degrees.py``): casts, products with constants and means over replicas have degree 1, but a clip,
 a weight decay or a sign has not. JAX names the equations of a backward pass, and keeps the equation
-that made each traced array until the trace ends. Nothing is refused where these equations cannot be
-read: for gradients of another ``jax.jit``, and for gradients that no backward pass of JAX computed.
+that made each traced array until the trace ends. These equations are not known for gradients of
+another ``jax.jit``, and for gradients that no backward pass of JAX computed, so these gradients are
+not refused.
 
 Gradients from another ``jax.jit`` have no mark; ``assume_scaled`` adds a mark. Outside a trace
 nothing is checked, because gradients of a compiled function have no mark.
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from boostax._core import checks, degrees, interpret, jaxprs, mismatch, protocols, trees
+from boostax._core import checks, degrees, interpret, jaxprs, protocols, trees
 from boostax._core.types import Grads, PyTree
 
 
@@ -48,10 +49,10 @@ class Mark:
 
 
 _MARKS: dict[int, tuple[weakref.ref[object], Mark]] = {}
-# A list of scales for each loss in the current trace. The outermost loss is first.
+# For each loss in the current trace, a list of its scales. The outermost loss is first.
 INSIDE: ContextVar[tuple[list[jax.Array], ...]] = ContextVar("inside", default=())
-# The factor of the innermost loss. The caches of jax.jit compare this context, so a trace for one
-# loss is not reused for another loss.
+# The scale that multiplies the innermost loss. The caches of jax.jit compare this context, so a
+# trace for one loss is not reused for another loss.
 FACTOR = jax.make_user_context(None)
 
 
@@ -81,7 +82,7 @@ def assume_scaled(grads: Grads, opt_state: PyTree) -> Grads:
       >>> float(w)
       0.75
     """
-    mismatch.require_order("assume_scaled", "assume_scaled(grads, opt_state)", grads=grads)
+    trees.require_order("assume_scaled", "assume_scaled(grads, opt_state)", grads=grads)
     scaled(opt_state, crossed=True)
     return grads
 
@@ -121,7 +122,7 @@ def scales_in(state: PyTree) -> list[jax.Array]:
 
 
 def marks(scale: object) -> list[Mark]:
-    """Return a list: the mark of an array, or a new mark, then all marks in the surrounding traces.
+    """Return the mark of an array, or a new mark, followed by all marks in the surrounding traces.
 
     A new mark is stored if the array is a tracer. If a new version of JAX hides the surrounding
     traces, more gradients are refused, and no gradient is wrongly accepted.
@@ -178,7 +179,7 @@ def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
 
 
 def _recorded(tree: PyTree) -> list[Any]:
-    """Return the recorded arrays behind the traced arrays of a tree, without the constants."""
+    """Return the recorded arrays of the tracers in a tree, without the constants."""
     recorded = list[Any]()
     for x in jax.tree.leaves(tree):
         while isinstance(x, Tracer) and not hasattr(x, "parent"):

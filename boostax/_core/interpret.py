@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only interpreter of jaxprs: a table of the equations that contain programs, and four walks.
 
-Code that reads or replays a jaxpr is a rule for one of the walks. Only this module uses JAX's
+Code that reads or replays a jaxpr passes a rule to one of the walks. Only this module uses JAX's
 names of calls, loops and branches, and maps the operands of an equation to the inputs of the
 equation's *bodies*, which are the programs inside.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 
-# No other check would notice a misread program, so these hints name the consequence.
+# No other check notices that boostax misreads a program, so these hints name the consequence.
 _TESTED = "Install tested versions in a checkout: pip install -c constraints.txt ."
 _MISSED = f"Without this error, boostax would ignore the program inside this equation. {_TESTED}"
 _MIXED = f"Without this error, boostax would mistake constants for the carry. {_TESTED}"
@@ -45,7 +45,8 @@ JIT = ("jit", "pjit")
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = ("call", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _OTHERS = ("shard_map", "custom_vmap_call", "custom_partitioning", "composite")
-# The operands and results of such an equation are the inputs and results of its body.
+# The operands and results of an equation with one of these names are the inputs and results of its
+# body.
 THROUGH = (*JIT, *_CALLS, *CUSTOM, *_OTHERS)
 
 
@@ -84,24 +85,26 @@ def scan_operands(
 
 def equations(
     program: jaxprs.Jaxpr | Eqns, context: Any = None, enter: Enter | None = None
-) -> Iterator[tuple[jaxprs.JaxprEqn, Any]]:
-    """Yield all equations of a program in order, each before the equations of its bodies.
+) -> list[tuple[jaxprs.JaxprEqn, Any]]:
+    """Return all equations of a program in order, each before the equations of its bodies.
 
     Args:
       program: a program, or some equations.
-      context: the context that is yielded with each equation of ``program``.
+      context: the context that is returned with each equation of ``program``.
       enter: ``enter(eqn, context)`` returns the contexts of the bodies; by default, all bodies have
         the context of ``eqn``.
     """
     kinds = (jaxprs.Jaxpr, jaxprs.ClosedJaxpr)
+    pairs: list[tuple[jaxprs.JaxprEqn, Any]] = []
     for eqn in program.eqns if isinstance(program, jaxprs.Jaxpr) else program:
-        yield eqn, context
-        # The programs inside are a called program, branches, or parts of a loop.
+        pairs.append((eqn, context))
+        # The programs in an equation are a called program, branches, or parts of a loop.
         values = jax.tree.leaves([*eqn.params.values()])
         bodies: Any = [getattr(x, "jaxpr", x) for x in values if isinstance(x, kinds)]
         inside = itertools.repeat(context) if enter is None else enter(eqn, context)
         for body, inner in zip(bodies, inside, strict=False):
-            yield from equations(body, inner, enter)
+            pairs += equations(body, inner, enter)
+    return pairs
 
 
 def evaluate(
@@ -111,7 +114,7 @@ def evaluate(
     constant: Callable[[Any, Any], Any] = lambda value, aval: value,
     inline: Sequence[str] = (),
 ) -> list[Any]:
-    """Return the results of a program, equation by equation.
+    """Evaluate a program equation by equation, and return its results.
 
     Args:
       program: a traced program.
@@ -139,7 +142,7 @@ def evaluate(
 
 
 def replay(eqn: jaxprs.JaxprEqn, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return an equation's results by JAX's evaluation, with the equation's names and contexts."""
+    """Evaluate an equation by JAX's own rule, with the equation's names and contexts."""
     name = jaxprs.gensym()
     # Literals become inputs, because the caller may pass other values in their place.
     args: list[jaxprs.Atom] = [name(atom.aval) for atom in eqn.invars]
@@ -157,7 +160,7 @@ def excerpt(inputs: Atoms, outputs: Atoms, eqns: Eqns) -> jaxprs.ClosedJaxpr:
 
 
 def of_trace(eqn: Any) -> jaxprs.JaxprEqn:
-    """Return an equation that a trace has recorded as an equation of a program."""
+    """Convert an equation that a trace has recorded to an equation of a program."""
     names = ("outvars", "primitive", "params", "effects", "source_info", "ctx")
     fields = {name: getattr(eqn, name) for name in names}
     return _template(0.0).eqns[0].replace(invars=[x.val for x in eqn.in_tracers], **fields)
@@ -267,7 +270,7 @@ def of_data(
 
     def call(fixed: PyTree, arrays: dict[int, jax.Array]) -> list[jax.Array]:
         args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
-        # Results may contain names, None and Python numbers.
+        # Only arrays are returned, because results may also contain names, None and Python numbers.
         return [x for x in jax.tree.leaves(fn(fixed, *args, **kwargs)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(call)(fixed, arrays), len(arrays)

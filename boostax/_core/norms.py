@@ -17,7 +17,8 @@ from boostax._core import axes, checks, trees
 from boostax._core.types import PyTree
 
 
-# These reducers are functions of the module, so that JAX traces each reducer once for all leaves.
+# The reducers are defined in the module and not in a function, so that JAX traces each reducer only
+# once for all leaves.
 def add_both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Add two tuples of sums, as ``jax.lax.reduce`` of several operands requires."""
     return lax.add(a[0], b[0]), lax.add(a[1], b[1])
@@ -39,8 +40,8 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
     wide: list[jax.Array] = []
     for x in [x for x in jax.tree.leaves(tree) if trees.is_inexact(jnp.result_type(x))]:
         is_real = not jnp.iscomplexobj(x)
-        # The modulus of a finite complex number can overflow, so its real and imaginary part are
-        # compared.
+        # The modulus of a finite complex number can overflow, so the larger of its real and
+        # imaginary part replaces the modulus.
         size = lax.abs(x) if is_real else jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag))
         wide.append(trees.at_least_float32(size))
     in_pairs = functools.partial(_maxima, in_pairs=True)
@@ -50,16 +51,17 @@ def largest_magnitudes(tree: PyTree) -> list[jax.Array]:
 def _maxima(leaves: list[jax.Array], in_pairs: bool = False) -> list[jax.Array]:
     """Return the largest magnitude of each leaf, or NaN if the leaf contains NaN.
 
-    By default, magnitudes are compared as unsigned integers, in the order of floats with NaN last.
-    XLA:CPU would write these integers to memory. With ``in_pairs``, a joint reduction computes
-    maximum and minimum. XLA does not turn this reduction into an all-reduce, but gathers and
-    compares the results of all shards. A TPU would read a gradient twice for this reduction.
+    By default, the bits of magnitudes are compared as unsigned integers, among which NaN is
+    largest. XLA:CPU would write these integers to memory. With ``in_pairs``, one reduction computes
+    both maximum and minimum of the floats instead. XLA does not turn this reduction into an
+    all-reduce, but gathers and compares the results of all shards. A TPU would read a gradient
+    twice for this reduction.
     """
     if not in_pairs:
         bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
         most = [lax.reduce_max(x, tuple(range(x.ndim))) for x in bits]
         return [lax.bitcast_convert_type(x, y.dtype) for x, y in zip(most, leaves, strict=True)]
-    # This is a generator, so that the operations of each leaf stay together in the program.
+    # ``pairs`` is a generator, so that the operations of each leaf stay together in the program.
     pairs = (lax.reduce((x, x), (x.dtype.type(0),) * 2, _extremes, range(x.ndim)) for x in leaves)
     return [lax.select(lax.ne(least, least), least, most) for most, least in pairs]
 
@@ -97,8 +99,8 @@ def _sums(leaves: list[list[jax.Array]], in_pairs: bool = False) -> list[jax.Arr
     """
     sums: list[jax.Array] = []
     for parts in leaves:
-        # Without the maximum, XLA would compute ``y * y`` first, and the square of the smaller unit
-        # is 0 in f32.
+        # Without the maximum, XLA would compute ``x * x * (y * y)``. In f32, ``y * y`` is 0 for the
+        # smaller unit.
         units = _units(parts[0].dtype)
         pair = tuple(sum(jnp.square(jnp.maximum(jnp.abs(x) * y, 0)) for x in parts) for y in units)
         if in_pairs:

@@ -5,17 +5,17 @@ The file has four parts: ``Placement``, whose ``map_replicas`` calls per-replica
 of params and optimizer state; gathers of params; and calls that run outside of the ``vmap`` of
 ``map_replicas``.
 
-In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of stacked arrays, ``[n,
-...]``, sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that
-dimension by ``jax.vmap``: a value that differs per replica is batched, and any other value is an
-ordinary global array in any sharding. A sum over the replicas becomes a sum over the first
-dimension, which XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the
-replicas agreed is not batched, so a branch stays a branch. A reduction that sends more than sums
-runs outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
+In plain ``jit``, the local gradients of all replicas are a ``PerReplica`` of arrays ``[n, ...]``,
+sharded over the replica axes. ``Placement.map_replicas`` maps per-replica code over that dimension
+by ``jax.vmap``: a value that differs per replica is batched, and any other value is an ordinary
+global array in any sharding. A sum over the replicas becomes a sum over the first dimension, which
+XLA compiles to an all-reduce or a reduce-scatter. A predicate on which the replicas agreed is not
+batched, so JAX does not turn its branch into a select. A reduction that sends more than sums runs
+outside of the ``vmap``, on the shards of each device (``reduce/on_shards.py``).
 
-An example of a call outside of the ``vmap`` has replica axes ``("host", "chip")`` of sizes 2 and 4,
-and a gradient with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over "chip"
-inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps
+As an example of a call outside of the ``vmap``, take replica axes ``("host", "chip")`` of sizes 2
+and 4, and a gradient with shape ``[5]`` on each replica. ``Placement.map_replicas`` maps over
+"chip" inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who)`` wraps
 ``by_name``, the code of one replica, in a ``custom_vmap``, whose rule replaces the mapped code:
 
 1. The map over "chip" calls the rule with ``Local.grads`` of shape ``[4, 5]``. The rule also adds a
@@ -25,7 +25,8 @@ inside a map over "host". ``outside_vmap(["chip", "host"], by_name, stacked, who
 2. The map over "host" calls the rule with gradients of shape ``[2, 4, 5]``. No axis is left, so the
    rule calls ``stacked``, which gets all replicas' arrays in one global call.
 3. ``stacked`` returns a tuple: means of shape ``[5]``, state ``[2, 4, ...]``, and shared values
-   without dimensions of replicas. Each rule reports to JAX that only the state is mapped.
+   without dimensions of replicas. Each call of the rule reports to JAX that only the state is
+   mapped.
 
 Inside ``Placement.map_replicas`` the placement is in the context variable ``HERE``, because
 ``jax.vmap`` passes only arrays, and the mapped code calls transformations of other libraries.
@@ -223,7 +224,7 @@ def _gathered(placement: Placement, params: PyTree) -> PyTree:
     """
     named, treedef = jax.tree.flatten_with_path(params)
     leaves = [x for _, x in named]
-    # For each dtype, the index, the sharded dimension and the spec of each leaf.
+    # For each dtype, a list with the index, the sharded dimension and the spec of each leaf.
     by_dtype: dict[np.dtype, list[tuple[int, int, P]]] = {}
     for i, (path, x) in enumerate(named):
         spec = placement.spec(path) or P()
@@ -298,7 +299,7 @@ class Local(NamedTuple):
     indices: PyTree
 
 
-# A reduction of a ``Local`` and of shared values. The results are the means, the new
+# A function that reduces a ``Local`` and shared values. It returns the means, the new
 # ``Local.state`` and the new shared values. Only ``Local.state`` differs per replica.
 Run = Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 

@@ -155,7 +155,8 @@ _OF_STEPS = (HasMetrics, Gate, Window, Scaler, SumsGradients, ChoosesVariant, Ow
 _OF_ARRAYS = (KeepsMasters, NeedsAllParams, HasSummedParts, HasDistributedItems, HasServerParts)
 METHODS = {kind: _methods(kind) for kind in (*_OF_STEPS, *_OF_ARRAYS)}
 _NAMES = frozenset[str]().union(*METHODS.values())
-# The names before 0.4, which boostax would now ignore without an error.
+# The names of methods before 0.4. Without this table, boostax would silently ignore methods with
+# these names.
 _BEFORE = """passed=inner_ran taken=gradient_used held=is_open known_by=scale_array
 whole=master_params own_params=owns_params whole_params=needs_all_params sums=sums_gradients
 shares=summed_parts dealt=distributed_items servers=server_parts coming=next_variant"""
@@ -171,7 +172,7 @@ def yes(state: object) -> bool:
 def answers(kind: type, question: type) -> bool:
     """Return whether a class of nodes answers a question; refuse methods of a nearly equal name."""
     is_answer = METHODS[question] <= _methods(kind)
-    # A class with ``__call__`` is a module of the model, whose methods may have any names.
+    # A class with ``__call__`` is a module of the model, and its methods may have any names.
     if not {"_fields", "__dataclass_fields__"} & {*dir(kind)} or "__call__" in dir(kind):
         return is_answer
     fields = {*getattr(kind, "_fields", ()), *getattr(kind, "__dataclass_fields__", ())}

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import KeyPath
 
-from boostax._core import checks, mismatch, protocols, transfer, trees, types
+from boostax._core import checks, protocols, transfer, trees, types
 from boostax._core.types import PyTree
 
 
@@ -48,7 +48,8 @@ class PerReplica(NamedTuple):
 
 
 _MARKED = PerReplica, ByBlock
-# ``jax.tree`` functions call this for every node, so this is a C function, which is faster.
+# ``jax.tree`` functions call ``is_per_replica`` for every node, so it is a C function, which is
+# faster than a Python function.
 is_per_replica: Callable[[object], bool] = PerReplica.__instancecheck__
 
 
@@ -154,8 +155,8 @@ def specs_like(
       owners: the shape and spec of each param, by its path.
       state: a state from ``tx.init``, or its types.
       names: the replica axes.
-      shared_out: the number of replicas, to shard state that is equal on all replicas over the
-        replicas; otherwise 0.
+      shared_out: the number of replicas, if state that is equal on all replicas is to be sharded;
+        otherwise 0.
       sizes: the sizes of the mesh axes; needed to shard scales along dimensions that are divided
         into blocks.
     """
@@ -193,7 +194,8 @@ def specs_like(
                 lambda i, x: P(names, *without(owner_spec(i, x) or P(), names)), node
             )
         spec = owner_spec(path, node)
-        # Integers are counts or codes. Only codes have the spec of a param.
+        # Integers without the spec of a param are counts, which are not sharded. Quantized codes
+        # have the spec of their param.
         if not shared_out or (spec is None and not trees.is_inexact(node.dtype)):
             return spec or P()
         return shared_by(spec or P(), node.shape, names, shared_out)
@@ -202,7 +204,7 @@ def specs_like(
 
 
 def shared_by(spec: P, shape: tuple[int, ...], names: tuple[str, ...], replicas: int) -> P:
-    """Shard the first unsharded dimension that is a multiple of ``replicas``, unless that is 0."""
+    """Shard the first unsharded dimension that ``replicas`` divides; if ``replicas`` is 0, none."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     pairs = zip(entries, shape, strict=True) if replicas and spec == without(spec, names) else ()
     for i, (entry, size) in enumerate(pairs):
@@ -267,7 +269,7 @@ def reshard_state(state: types.State, replicas: int, *, within: int = 1) -> type
     hint = "Each replica is a device, and within is the number of devices of a server."
     checks.require(not replicas % within, "reshard_state", "replicas", replicas, allowed, hint)
     state = trees.arrays(state)
-    mismatch.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
+    trees.require_order("reshard_state", "reshard_state(state, replicas)", state=state)
     require_stacked("reshard_state", state)
     summed = [x for y in trees.telling(state, protocols.HasSummedParts) for x in y.summed_parts()]
     items = distributed_items(state)
@@ -293,10 +295,11 @@ def spread_anew(
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        # A traced array has no sharding with devices, but a sharding with mesh axes in its type.
+        # A traced array has no attribute ``sharding``, but its type has a sharding with mesh axes.
         sharding = getattr(x, "sharding", None) or jax.typeof(x).sharding
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-            # JAX cannot index a dimension whose type is sharded, so all devices get all replicas.
+            # JAX cannot index a dimension whose type is sharded, so each device gets the values of
+            # all replicas.
             x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(None, *sharding.spec[1:])))
         old = x.shape[0]
         if items is not None:
@@ -313,7 +316,7 @@ def spread_anew(
         means: list[jax.Array] = []
         for weights in np.maximum(np.minimum(new_ends[1:, None], old_ends[1:]) - low, 0) * replicas:
             # A weight below 1e-9 is a rounding error. The ``x[i]`` with this weight is left out,
-            # because a NaN in it would make the mean NaN.
+            # because a NaN in this ``x[i]`` would make the mean NaN.
             first, *others = np.flatnonzero(weights > 1e-9)
             parts = [x[i] * jnp.asarray(weights[i], x.real.dtype) for i in (first, *others)]
             means.append(sum(parts[1:], parts[0]) if others else x[first])

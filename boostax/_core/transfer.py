@@ -9,7 +9,7 @@ from boostax._core.types import PyTree
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Place a tree that is equal in every process on devices.
+    """Place on devices a tree that is equal in every process.
 
     ``jax.device_put`` to devices of several processes first compares every leaf across processes.
     This function slices each process's own copy instead, without communication.

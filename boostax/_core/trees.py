@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays: dtypes, paths, states in a tree, and leaves without gradients.
+"""Trees of arrays: dtypes, paths, states in a tree, leaves without gradients, and wrong trees.
 
 In this module, the constants of a model are its activation functions, names and untraced numbers.
+
+A state is compared with the result of ``init`` only after a call has failed. So the check costs
+nothing in other calls. A state of another structure is accepted if the call works, for example
+``None`` in place of an empty state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +26,10 @@ from jax.tree_util import KeyPath
 from boostax._core import checks, jaxprs, protocols, types
 from boostax._core.types import PyTree, Structure
 
+# The NamedTuples that occur in states, but are not the state of a part.
+_NO_PARTS = {"TrainState", "PerReplica", "EmptyState", "MaskedNode"}
+_OURS = re.compile(r"[\w.()]+: .+ must ", re.DOTALL)
+_MOVES = "boostax.migrate_state(opt_state, tx, params) converts the state of another chain."
 LOST = "Restore states into tx.init(params), or use boostax.migrate_state(opt_state, tx, params)."
 # Flax's collection of leaves whose cotangent is the new value of the leaf.
 OVERWRITE = "_overwrite_with_gradient"
@@ -30,14 +40,14 @@ def at_least_float32(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: as_dtype(x, wide_dtype(x)) if is_number(x) else x, tree)
 
 
-def first_state(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
-    """Return the first state of ``tx``; copy leaves that are also in ``params`` or occur twice.
+def unshared(state: PyTree, params: PyTree) -> PyTree:
+    """Return a first state; copy leaves that are also in ``params`` or occur twice.
 
     Some states of Optax have the first params as leaves (``contrib.dog``, ``prodigy``), and
     donation refuses a buffer that two arguments share.
     """
     buffers = {id(x) for x in jax.tree.leaves(params)}
-    leaves, structure = jax.tree.flatten(tx.init(params))
+    leaves, structure = jax.tree.flatten(state)
     for i, x in enumerate(leaves):
         if isinstance(x, jax.Array) and id(x) in buffers:
             leaves[i] = jnp.array(x, copy=True)
@@ -56,7 +66,8 @@ def as_dtype(x: PyTree, dtype: np.dtype) -> Any:
 
 def wide_dtype(x: PyTree) -> np.dtype:
     """Return the dtype in which boostax computes with a gradient like ``x``: f32 or wider."""
-    # Without x64, JAX converts a NumPy array of f64 to f32, so the dtype is JAX's dtype.
+    # Without x64, JAX converts a NumPy array of f64 to f32, so the dtype is that of
+    # ``jnp.result_type``.
     dtype = x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
     if dtype == jnp.float32 or not is_inexact(dtype) or jnp.finfo(dtype).bits > 16:
         return dtype
@@ -126,7 +137,7 @@ def as_updates(tree: PyTree, params: PyTree) -> PyTree:
 
 
 def is_number(x: object) -> bool:
-    """Return whether a leaf is an array or a scalar; a leaf of a module may be a function."""
+    """Return whether a leaf is an array or a scalar; a module's leaf may also be a function."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
@@ -160,7 +171,7 @@ def names(tree: PyTree) -> list[str]:
 
 
 def plain_path(path: KeyPath) -> tuple[str, ...]:
-    """Return the names on a path, equal for an NNX module, its state and its arrays."""
+    """Return a path's names, which are the same for an NNX module, its state and its arrays."""
     path = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return tuple(path_name((key,)) for key in path)
 
@@ -202,20 +213,25 @@ def require_shapes(who: str, what: str, got: PyTree, like: PyTree, hint: str) ->
             raise ValueError(checks.message(who, what, allowed, jnp.shape(x), hint))
 
 
-def find(tree: PyTree, accepts: Callable[[PyTree], bool]) -> list[PyTree]:
-    """Return the nodes that ``accepts`` selects; refuse states that became dicts; see ``nodes``."""
+def state_nodes(tree: PyTree) -> list[PyTree]:
+    """Return the nodes of a state; refuse states that became dicts; see ``nodes``."""
     every_node = nodes(tree)
     if hasattr(tree, "init"):
         hint = "Pass the result of tx.init(params), not tx or a step."
         raise TypeError(checks.message("boostax", "a state", "a tree", type(tree).__name__, hint))
     if any(isinstance(node, dict) and "inner_state" in node for node in every_node):
         raise TypeError(checks.message("boostax", "a state", "of its classes", "a dict", LOST))
-    return list(filter(accepts, every_node))
+    return every_node
+
+
+def find(tree: PyTree, *kinds: type[types.State]) -> list[types.State]:
+    """Return the states of one of the classes, outer states before inner states."""
+    return [node for node in state_nodes(tree) if isinstance(node, kinds)]
 
 
 def state_of(who: str, opt_state: PyTree, kind: type[types.State], hint: str) -> types.State:
     """Return the outermost state of a class; refuse an optimizer state without such a state."""
-    states = find(opt_state, lambda node: isinstance(node, kind))
+    states = find(opt_state, kind)
     allowed = f"a tree with a {kind.__name__}"
     checks.require(bool(states), who, "opt_state", "a tree without one", allowed, hint)
     return states[0]
@@ -228,7 +244,7 @@ def telling(tree: PyTree, question: type[types.State]) -> list[types.State]:
       TypeError: the tree contains a state with a method whose name is nearly that of a question's
         method.
     """
-    return find(tree, lambda node: protocols.answers(type(node), question))
+    return [node for node in state_nodes(tree) if protocols.answers(type(node), question)]
 
 
 def nodes(tree: PyTree) -> list[PyTree]:
@@ -268,26 +284,22 @@ def _is_variable(node: object) -> bool:
 
 
 class Replay(NamedTuple):
-    """The traced program of a function.
+    """A function that is traced once, ``Replay(*jax.make_jaxpr(fn, return_shape=True)(*args))``.
 
-    A call evaluates the program on arguments of the traced types.
+    A call evaluates the program on arguments of the traced types. ``jax.eval_shape(fn)`` followed
+    by ``fn`` would run the Python code of ``fn`` twice, and 2**k times at nesting depth k.
+
+    Attributes:
+      program: the program of the function.
+      types: the types of the result, ``jax.ShapeDtypeStruct`` with sharding and varying axes.
     """
 
     program: jaxprs.ClosedJaxpr
-    structure: Structure
+    types: PyTree
 
     def __call__(self, *args: PyTree) -> PyTree:
-        return self.structure.unflatten(jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args)))
-
-
-def trace_once(fn: Callable[..., PyTree], *args: PyTree) -> tuple[Replay, PyTree]:
-    """Trace a function; return its program as a function, and the types of its result.
-
-    The types are ``jax.ShapeDtypeStruct`` with sharding and varying axes. ``jax.eval_shape(fn)``
-    followed by ``fn`` would run the Python code of ``fn`` twice, and 2**k times at nesting depth k.
-    """
-    traced, types = jax.make_jaxpr(fn, return_shape=True)(*args)
-    return Replay(traced, jax.tree.structure(types)), types
+        results = jaxprs.jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.types), results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +324,8 @@ def is_array(leaf: object) -> bool:
     return not isinstance(leaf, type) and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-# ``jax.tree`` functions call these for every node, so these are C functions, which are faster.
+# ``jax.tree`` functions call these functions for every node, so they are C functions, which are
+# faster than Python functions.
 is_masked: Callable[[object], bool] = optax.MaskedNode.__instancecheck__
 is_none: Callable[[object], bool] = type(None).__instancecheck__
 
@@ -324,7 +337,7 @@ def aside(params: PyTree) -> PyTree:
     Without traced arrays, a float is trained, as in ``jax.grad``.
     """
     leaves, structure = jax.tree.flatten(params)
-    # The classes of the Python numbers that are trained.
+    # The classes of Python numbers that are trained and not constants.
     numbers: tuple[type, ...] = () if any(map(is_array, leaves)) else (int,)
     if not any(isinstance(x, Tracer) for x in leaves):
         numbers += (float, complex)
@@ -357,11 +370,11 @@ def put_back(new: PyTree, params: PyTree) -> PyTree:
 
 
 class Pruning(NamedTuple):
-    """The positions of the leaves of a state for some params among the leaves for all params.
+    """The positions that the leaves of a state for some params have in the state for all params.
 
-    ``init`` is called with all params, and with some params. Leaves of the first state that are
-    missing in the second state belong to the other params. This method works for every wrapper, and
-    for state leaves of any shape.
+    ``init`` is called with all params, and with some params. Leaves that are only in the state for
+    all params belong to the other params. This method works for every wrapper, and for state leaves
+    of any shape.
 
     Attributes:
       full: structure of the larger state, for all params.
@@ -383,3 +396,75 @@ class Pruning(NamedTuple):
         new = dict(zip(self.places, self.part.flatten_up_to(part), strict=True))
         leaves = enumerate(self.full.flatten_up_to(state))
         return self.full.unflatten([new.get(place, leaf) for place, leaf in leaves])
+
+
+@contextlib.contextmanager
+def explaining(look: Callable[..., None], *args: PyTree, **kwargs: PyTree) -> Generator[None]:
+    """Replace an error raised in this context by the error that ``look(*args, **kwargs)`` raises.
+
+    If the raised error is from boostax, it already names an argument. So only a ``TypeError`` of
+    ``look`` replaces it.
+    """
+    try:
+        yield
+    except Exception as old:
+        try:
+            look(*args, **kwargs)
+        except Exception as new:
+            if _OURS.match(str(new)) and (isinstance(new, TypeError) or not _OURS.match(str(old))):
+                raise new from old
+        raise
+
+
+def parts(state: PyTree) -> list[str]:
+    """Return the names of the state classes of a chain, outer before inner."""
+    names = (type(x).__name__ for x in nodes(state) if hasattr(x, "_fields"))
+    return [name for name in names if name not in _NO_PARTS]
+
+
+def require_order(who: str, call: str, **arguments: PyTree) -> None:
+    """Refuse donated arrays, and an optimizer state in another argument's position."""
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
+    untraced = [(path, x) for path, x in leaves if not isinstance(x, Tracer)]
+    gone = [path_name(path) for path, x in untraced if getattr(x, "is_deleted", bool)()]
+    hint = "A call deletes the arrays that it donates. Use the call's results, or copy the arrays."
+    checks.require(not gone, who, "arguments", f"{gone[:4]} donated", "not yet donated", hint)
+    allowed = "without an optimizer state"
+    hint = f"The call is {call}."
+    for what, tree in arguments.items():
+        names = (f"{type(x).__module__}.{type(x).__name__}" for x in nodes(tree))
+        state = next((x for x in names if re.match(r"(optax|boostax)\..*State$", x)), "")
+        got = f"one with {state}"
+        checks.require_type("state" in what or not state, who, what, got, allowed, hint)
+
+
+def require_state(who: str, call: str, tx: Any, opt_state: Any, params: Any, *grads: Any) -> None:
+    """Refuse swapped arguments, and a state that differs from the result of ``tx.init``."""
+    allowed = "an optax.GradientTransformation"
+    hint = f"The call is {call}."
+    checks.require_type(hasattr(tx, "init"), who, "tx", type(tx).__name__, allowed, hint)
+    require_order(who, call, grads=grads, opt_state=opt_state, params=params)
+    expected = jax.eval_shape(tx.init, without_gradient(aside(params), True))
+    require_as_made(who, "opt_state", opt_state, expected)
+    # Gradients on a mesh are per-replica, or contain per-replica gradients.
+    while any(hasattr(x, "local") for x in grads):
+        grads = tuple(getattr(x, "local", x) for x in grads)
+    odd = {*names([*grads])} - {*names([params])}
+    hint = "boostax.value_and_grad(loss_fn)(params, opt_state, batch) returns (loss, grads)."
+    checks.require(not odd, who, "grads", sorted(odd)[:4], "at the paths of the params", hint)
+
+
+def require_as_made(who: str, what: str, state: PyTree, expected: PyTree) -> PyTree:
+    """Return a state in the containers of ``expected``; refuse other parts, leaves or shapes."""
+    mine, theirs = (", ".join(parts(x)[:8]) for x in (state, expected))
+    got = f"that of {mine or type(state).__name__}"
+    hint, error = (_MOVES, ValueError) if mine else (LOST, TypeError)
+    checks.require(mine == theirs, who, what, got, f"that of {theirs}", hint, error)
+    odd = sorted({*names(state)} ^ {*names(expected)})
+    allowed = "a state with the leaves of tx.init(params)"
+    hint = f"Pass the params from which tx.init made the state. {_MOVES}"
+    checks.require(not odd, who, what, f"other leaves, {odd[:4]}", allowed, hint)
+    state = jax.tree.unflatten(jax.tree.structure(expected), jax.tree.leaves(state))
+    hint = "Use tx.init(params), or convert the state with boostax.reshard_state(state, n)."
+    require_shapes(who, what, state, expected, hint)
+    return state

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Combine the auxiliary results of a loss over micro-batches, replicas and calls.
 
-All means follow one rule: weighted values and weights are summed, and the sums are divided once.
+All means follow one rule: the sum of the weighted values is divided once by the sum of the weights.
 
 The slices :math:`i` of a batch are micro-batches, replicas, or the calls of a window. Slice
 :math:`i` has the mean :math:`x_i` over :math:`w_i` tokens, and :math:`w_i` is the weight of the
@@ -12,14 +12,14 @@ slice. The mean over all slices is
 Numerator and denominator are summed separately and divided once, at the end. A slice of weight zero
 is ignored, because its mean is 0/0.
 
-============================ ================================ ===================================
-slices                       a slice's weight                 divided
-============================ ================================ ===================================
-micro-batches of a step      local to the replica             by ``microbatch``, by the local sum
-replicas of a step           local; then the mean over the    by ``value_and_grad``, which returns
-                             replicas, equal on all           the mean weight in ``Aux.weight``
-calls of a window            either of these                  by ``accumulate``, at its end
-============================ ================================ ===================================
+The sums are divided at different places:
+
+- For micro-batches of a step, the weights are local to the replica, and ``microbatch`` divides by
+  the local sum of the weights.
+- For replicas of a step, ``value_and_grad`` divides by the sum of the replicas' weights. It returns
+  the mean weight, equal on all replicas, in ``Aux.weight``.
+- For calls of a window, ``accumulate`` divides at the end of the window. The weights are local to
+  each replica, or are the mean weights of ``value_and_grad``.
 
 If term :math:`t` of a loss has the sum :math:`s_{t,i}` and the count :math:`n_{t,i}` in slice
 :math:`i`, the loss is :math:`\sum_t \sum_i s_{t,i} / \sum_i n_{t,i}`. The counts of one call are
@@ -59,10 +59,10 @@ class Aux(NamedTuple):
         step receives.
       metrics: tree of arrays to report. Floating arrays are averaged like the loss, in f32 or
         wider, and integers are summed.
-      means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert.
-        The sums and the counts are added over micro-batches and replicas, and then divided once;
-        their shapes must broadcast. A count of 0 gives 0. The gradient function returns the
-        quotients in ``means``, with the mean of each term of the loss.
+      means: metrics with their own counts, ``{name: (sum, count)}``, such as a load per expert. The
+        sums and the counts are added over micro-batches and replicas, and then divided once. The
+        shapes of ``sum`` and ``count`` must broadcast. A count of 0 gives 0. The gradient function
+        returns the quotients in ``means``, and adds the mean of each term of the loss.
 
     Example:
       >>> import boostax
@@ -77,7 +77,7 @@ class Aux(NamedTuple):
 
 
 class Joint(NamedTuple):
-    """An ``Aux`` together with another auxiliary tree that passes through."""
+    """An ``Aux``, and another auxiliary tree that is returned unchanged."""
 
     combined: Aux
     other: PyTree
@@ -90,7 +90,7 @@ def as_aux(aux: PyTree) -> Aux:
 
 
 def own_of(aux: PyTree) -> PyTree:
-    """Return the part of ``aux`` that passes through."""
+    """Return the part of ``aux`` that is returned unchanged."""
     return aux.other if isinstance(aux, Joint) else () if isinstance(aux, Aux) else aux
 
 
@@ -126,7 +126,7 @@ def pairs(who: str, argument: str, tree: PyTree) -> dict[str, tuple[jax.Array, j
 
 
 def reported(aux: PyTree, terms: Sequence[str], replicas: int) -> PyTree:
-    """Return ``aux`` with the quotient of each pair, and with the terms' counts as the weight."""
+    """Return ``aux`` with quotients in place of pairs, and with the terms' counts as the weight."""
     combined = as_aux(aux)
     weight = {name: combined.means[name][1] / replicas for name in terms} or combined.weight
     means = {name: drop_empty(divide(x, n), n) for name, (x, n) in combined.means.items()}
@@ -168,7 +168,7 @@ def total(weight: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def any_items(weight: PyTree) -> jax.Array:
-    """Return whether a call has items: its weight, or one count of a term, is positive."""
+    """Return whether a call has items: its weight, or the count of a term, is positive."""
     return jnp.stack([jnp.asarray(x) > 0 for x in jax.tree.leaves(weight)]).any()
 
 
@@ -182,9 +182,9 @@ def of_slice(
     """Return the loss of a slice, the same loss as an array of terms, and the aux.
 
     The mean of this loss over all slices is the loss of the batch. ``window`` has the names of the
-    terms that a window in the state sums, or is ``None`` without a window. In the array of terms,
-    the sum of a term with count 0 is divided by ``least``, because a window divides by the count
-    only at its end.
+    terms that a window in the state sums, or is ``None`` without a window. In the array of terms, a
+    term with count 0 is divided by ``least``, because the gradient of this term must reach the
+    window, which divides by the count of all calls at its end.
     """
     loss, aux = result
     by_term = loss
@@ -209,7 +209,7 @@ def of_slice(
 
 
 def loss_and_aux(result: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
-    """Return the loss, a scalar in f32 or wider or a dict of terms, and the aux."""
+    """Return the loss (a scalar in f32 or wider, or a dict of terms) and the aux."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     loss, aux = cast(PyTree, result if has_aux and is_pair else (result, Aux()))
     checks.require_scalar(_WHO, "Aux.weight", as_aux(aux).weight)
@@ -234,8 +234,8 @@ def over_replicas(
     local = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
     summed = jnp.float32(axes.size(names)) if weight is None else total(local, names)
     if weight is not None:
-        # The weight becomes its mean over the replicas, which is equal on all replicas. So the
-        # weights of a window, summed over calls and replicas, are the number of all tokens.
+        # Each replica returns the mean of the weights over the replicas. So the sum of these
+        # weights over the calls and replicas of a window is the number of all tokens.
         weight = summed / axes.size(names)
         grads = trees.cast_like(divide(weigh(grads, local), weight), grads)
     loss, metrics = divide(lax.psum(weigh((loss, combined.metrics), local), names), summed)
@@ -243,7 +243,7 @@ def over_replicas(
 
     def mean(x: jax.Array) -> jax.Array:
         # Floats are averaged. Integers, such as counters, become the maximum over the replicas.
-        # Keys do not change.
+        # PRNG keys do not change.
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return lax.pmean(x, names) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, names)

@@ -26,7 +26,7 @@ from boostax._core.gate import Pending
 from boostax._core.types import PyTree
 
 Rule = Literal["max", "sum", "last"]
-# The rule of each carried leaf, by components of its path.
+# The rules of carried leaves; a key is a part of a leaf's path, such as ``router/bias``.
 Rules = Mapping[str, Rule]
 Carried = dict[str, jax.Array]
 
@@ -62,11 +62,12 @@ def carry(
 
     The cotangent :math:`v` of a carried leaf is the new value of the leaf. The values of the
     micro-steps :math:`i` of a window and of the replicas :math:`r` are combined by the leaf's rule,
+    which is the maximum, the sum or the last value:
 
-    .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}},
+    .. math:: \max_{i,r} v_{i,r}, \qquad \sum_{i,r} v_{i,r}, \qquad v_{\text{last}}.
 
-    and the leaf is set when ``inner`` updates the params. If a gate in ``inner`` skips the step,
-    the leaf stays unchanged. A carried leaf is neither scaled, clipped, decayed, averaged nor
+    The leaf is set when ``inner`` updates the params. If a gate in ``inner`` skips the step, the
+    leaf stays unchanged. A carried leaf is neither scaled, clipped, decayed, averaged nor
     compressed, and has no moments. ``boostax.value_and_grad`` reads from the state which leaves are
     carried, and combines their values over micro-batches by the same rules.
 
@@ -80,13 +81,13 @@ def carry(
         matches every leaf whose path contains these two components in a row. The first matching
         rule applies. The default is ``"max"`` for Flax's fp8 metadata.
       axis_name: replica axis (or axes) over which values are combined; ``"last"`` selects the value
-        of the last replica. With ``None``, a train step supplies its own axis if ``inner`` has a
-        reduction; elsewhere there is no axis.
+        of the last replica. With ``None``, a train step supplies its axis if ``inner`` has a
+        reduction; outside a train step, no axis is used.
 
     Returns:
       A gate with a ``CarryState``. A value that is not finite is never set. A loss scaler in
       ``inner`` treats such a value as an overflow, and skips the step. Cost: one copy of the
-      carried leaves; one collective of a few bytes per carried leaf and call with ``axis_name``.
+      carried leaves; with ``axis_name``, one collective of a few bytes per carried leaf and call.
 
     Raises:
       ValueError, TypeError: an argument out of range, or an axis that is not bound; at ``init``, a
@@ -125,7 +126,8 @@ class _Carry(NamedTuple):
     def init(self, params: PyTree) -> CarryState:
         """Return the first state, without an open window."""
         unused = [words for words in self.rules if not resolve({words: "last"}, params)]
-        # scheduled_freeze calls init with only some of the params; the other params are masked.
+        # ``scheduled_freeze`` masks some of the params in calls of ``init``, so a rule may match no
+        # param.
         is_valid = not unused or any(map(trees.is_masked, trees.nodes(params)))
         hint = "Pass parts of a path, such as 'router/bias'. The default rules are for Flax's fp8."
         checks.require(is_valid, _WHO, "rules", got=unused, allowed="paths of params", hint=hint)
@@ -150,11 +152,11 @@ class _Carry(NamedTuple):
         if self.names:
             new = _over_replicas(rules, new, self.names)
         old_inner = state.inner_state
-        # The caller may have replaced the inner state by one without an open window.
+        # The caller may have replaced the inner state by a state without an open window.
         was_open = state.open & gate.held_open(old_inner)
         pending = Pending(without(grads.raw, rules))
         # ``last_finite`` is a field of the state of ``optax.apply_if_finite``.
-        checks_finite = trees.find(old_inner, lambda x: hasattr(x, "last_finite"))
+        checks_finite = any(hasattr(x, "last_finite") for x in trees.state_nodes(old_inner))
         if checks_finite or trees.telling(old_inner, protocols.Scaler):
             # fp8 clips overflows, so the gradients may be finite when a carried value is not.
             is_below = norms.all_true([(x < jnp.inf).all() for x in new.values()])
@@ -190,7 +192,7 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
     Raises:
       ValueError: the optimizer would treat leaves of Flax's collection as gradients.
     """
-    states = trees.find(opt_state, lambda node: isinstance(node, CarryState))
+    states = trees.find(opt_state, CarryState)
     windows = [window for state in states for window in state.window.items()]
     rules: Rules = {name: rule for rule, tree in windows for name in trees.names(tree)}
     missing = resolve(FLAX, params).keys() - resolve(rules, params).keys()
@@ -202,7 +204,8 @@ def declared(opt_state: PyTree, params: PyTree, who: str) -> Rules:
 
 def resolve(rules: Rules, tree: PyTree) -> dict[str, Rule]:
     """Return the rule of each carried leaf."""
-    # The first matching rule applies, so the rules are written in reverse order.
+    # The first matching rule applies. The rules are read in reverse order, so that an earlier rule
+    # overwrites a later rule.
     names = trees.names(tree) if rules else []
     last_first = reversed([*rules.items()])
     return {x: rule for words, rule in last_first for x in names if f"/{words}/" in f"/{x}/"}
@@ -248,7 +251,7 @@ def _over_replicas(rules: Rules, new: Carried, names: tuple[str, ...]) -> Carrie
     combined: Carried = {}
     for name, x in new.items():
         if rules[name] == "max":
-            # On XLA:CPU, the maximum of an all-reduce ignores NaN, so infinity replaces NaN.
+            # On XLA:CPU, an all-reduce by the maximum ignores NaN, so infinity replaces NaN.
             combined[name] = axes.largest(jnp.where(jnp.isnan(x), jnp.inf, x), names)
             continue
         if rules[name] == "last":

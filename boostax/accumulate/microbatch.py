@@ -54,12 +54,12 @@ def microbatch(
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     r"""Evaluate a ``value_and_grad`` function on micro-batches, and combine the results.
 
-    .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i
+    .. math:: g = \sum_i w_i g_i \big/ \sum_i w_i.
 
-    where :math:`w_i` is the ``Aux.weight`` of micro-batch :math:`i`, or 1 without a weight. So a
-    mean over tokens stays exact if micro-batches have different numbers of tokens. Unless the batch
-    is stacked, micro-batch ``i`` of ``k`` has the rows ``i, i + k, ...``. With this choice of rows,
-    no data moves between devices if the batch is sharded along its first dimension.
+    The weight :math:`w_i` is the ``Aux.weight`` of micro-batch :math:`i`, or 1 without a weight. So
+    a mean over tokens stays exact if micro-batches have different numbers of tokens. Unless the
+    batch is stacked, micro-batch ``i`` of ``k`` has the rows ``i, i + k, ...``. With this choice of
+    rows, no data moves between devices if the batch is sharded along its first dimension.
 
     Args:
       value_and_grad_fn: called as ``(params, batch, *args, **kwargs)``; returns
@@ -82,10 +82,10 @@ def microbatch(
     Returns:
       A function with the same signature and results; gradients are in ``dtype``, and loss and
       floating metrics are in f32 or wider. The index of each micro-batch is folded into a keyword
-      argument ``key``. The keyword argument ``model_state`` of the next micro-batch is
-      ``Aux.model_state`` of the micro-batch before. The keyword argument ``threaded`` is the third
-      result of ``value_and_grad_fn``, in the same way. Cost: one copy of the gradients; activations
-      of one micro-batch; no collective.
+      argument ``key``. Each micro-batch receives ``Aux.model_state`` of the micro-batch before as
+      the keyword argument ``model_state``. If ``value_and_grad_fn`` has a third result, the next
+      micro-batch receives this result as the keyword argument ``threaded``. Cost: one copy of the
+      gradients; activations of one micro-batch; no collective.
 
     Raises:
       ValueError: the batch is not divisible, or an argument is out of range.
@@ -144,11 +144,12 @@ def _scan(
     fn: Callable[..., _Terms], number: int, first: PyTree, rules: carried.Rules, narrow: jnp.dtype
 ) -> _Terms:
     """Sum the results of ``fn`` over the micro-batches."""
-    replay, (like, new, after, _) = trees.trace_once(fn, jnp.int32(0), first)
-    state = axes.unify(first, after)
+    replay = trees.Replay(*jax.make_jaxpr(fn, return_shape=True)(jnp.int32(0), first))
+    state = axes.unify(first, replay.types[2])
     if axes.types(state) != axes.types(first):
         # The new model state varies over replicas, so the initial state needs a varying type, too.
-        replay, (like, new, *_) = trees.trace_once(fn, jnp.int32(0), state)
+        replay = trees.Replay(*jax.make_jaxpr(fn, return_shape=True)(jnp.int32(0), state))
+    like, new, *_ = replay.types
     buffers = jax.tree.map(lambda g: axes.zeros(g, trees.buffer_dtype(g, narrow)), like.grads)
     zeros = jax.tree.map(axes.zeros, like._replace(grads=()))._replace(grads=buffers)
     by_name = carried.resolve(rules, new)
@@ -174,7 +175,7 @@ def require_count(who: str, microbatches: Count) -> Count:
 
 
 def _split(batch: PyTree, count: Count) -> tuple[PyTree, int, int]:
-    """Return the split leaves, the number of micro-batches, and their dimension in the leaves.
+    """Return the split leaves, the number of micro-batches, and the dimension of micro-batches.
 
     Leaves of shape ``(b, ...)`` become ``(b // count, count, ...)``, which preserves a sharding of
     the rows.
@@ -200,7 +201,7 @@ def require_even(
 
 
 def stacked_count(batch: PyTree, who: str, least: int = 1) -> int:
-    """Return the number of micro-batches of a stacked batch with at least ``least`` dimensions."""
+    """Return the number of micro-batches; refuse leaves with fewer than ``least`` dimensions."""
     shapes = {name: jnp.shape(x) for name, x in trees.named(batch)}
     numbers = {shape[:1] for shape in shapes.values()}
     valid = len(numbers) == 1 and (0,) not in numbers and min(map(len, shapes.values())) >= least

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, tree_map_with_path
 
-from boostax._core import axes, bound_axis, checks, gate, handshake, mismatch, norms, trees
+from boostax._core import axes, bound_axis, checks, gate, handshake, norms, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.protocols import SumsGradients
@@ -120,23 +120,23 @@ def accumulate(
     .. math::
       \text{mean: } \tfrac1k \sum_i g_i, \qquad
       \text{sum: } \sum_i g_i, \qquad
-      \text{weight: } \sum_i w_i g_i \big/ \sum_i w_i,
+      \text{weight: } \sum_i w_i g_i \big/ \sum_i w_i.
 
-    where :math:`w_i` is the extra argument ``weight=`` of ``update``: the number of tokens, for
-    example, over which the loss of the micro-batch is a mean. The weights of all replicas are
-    summed, so that a *mean* over ``axis_name`` in ``inner`` is the mean over all tokens. In calls
-    that close no window, the updates are zero and ``inner`` does not run.
+    The weight :math:`w_i` is the extra argument ``weight=`` of ``update``, such as the number of
+    tokens over which the loss of the micro-batch is a mean. The weights of all replicas are summed,
+    so that a *mean* over ``axis_name`` in ``inner`` is the mean over all tokens. In calls that
+    close no window, the updates are zero and ``inner`` does not run.
 
     If ``normalize`` names the terms of a loss (see ``boostax.value_and_grad``), each term's
     gradient is summed separately and divided by the term's count in the whole window. Then
     ``value_and_grad`` returns gradients of shape ``[terms, ...]``, and returns the counts in
-    ``Aux.weight``. Return terms with the same count as one term, which is cheaper.
+    ``Aux.weight``. Sum terms that have the same count into one term, which is cheaper.
 
     A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if all
     weights sum to less than 2**-64, or if a sum overflowed in a ``dtype`` with the range of f16. If
-    ``inner`` has a gate, the gate receives an overflowed sum, and decides.
+    ``inner`` has a gate, the gate receives an overflowed sum, and decides whether to skip the step.
 
-    A loss scaler may be outside or inside (see ``docs/cards/accumulate.md``).
+    A loss scaler may be outside or inside of ``accumulate`` (see ``docs/cards/accumulate.md``).
     ``dynamic_loss_scale(accumulate(opt, 8))`` drops only the micro-batch that overflowed, and the
     window ends one call later. ``accumulate(dynamic_loss_scale(opt), 8)`` drops the whole window
     and is cheaper.
@@ -157,11 +157,11 @@ def accumulate(
         ``"sharded"`` averages the gradients of each call over the replicas before the addition, and
         shards the sum like the params (FSDP, tensor parallel) or like the optimizer's state
         (``shard_optimizer``). Then ``all_reduce()`` in ``inner`` sends nothing, other reductions
-        are refused, and norms are those of the mean gradient. In your own ``shard_map`` or ``pmap``
-        use ``"local"``, because the sum is not sharded there.
+        are refused, and norms in ``inner`` are norms of the mean gradient. In your own
+        ``shard_map`` or ``pmap`` use ``"local"``, because the sum is not sharded there.
       axis_name: replica axis (or axes). With an axis, gradients must be local; see
-        ``boostax.train.local_params``. With ``None``, a train step supplies its own axis if
-        ``inner`` has a reduction; elsewhere there is no axis.
+        ``boostax.train.local_params``. With ``None``, a train step supplies its axis if ``inner``
+        has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with an ``AccumulateState``. Cost: one copy of the params in ``dtype`` on
@@ -189,7 +189,7 @@ def accumulate(
       (-2.0, True)
 
     References:
-      Measured against optax.MultiSteps in ``benchmarks/results/accumulation.md``.
+      ``benchmarks/results/accumulation.md`` compares ``accumulate`` with ``optax.MultiSteps``.
     """
     tx = checks.transformation(_WHO, "inner", inner)
     hint = "every is a number of micro-steps, or a function of the number of optimizer steps."
@@ -237,7 +237,7 @@ class _Windows(NamedTuple):
         """Return the first state: no window is open."""
         with averaged(self.averaged):
             inner_state = gate.init_inner(self.tx, params)
-        carries = trees.find(inner_state, lambda node: isinstance(node, CarryState))
+        carries = trees.find(inner_state, CarryState)
         allowed = "an optimizer without carry, because carry must be outermost"
         hint = "Write boostax.carry(accumulate(...))."
         checks.require(not carries, _WHO, "inner", "carry in a window", allowed, hint)
@@ -245,7 +245,7 @@ class _Windows(NamedTuple):
         # Only ``every=1`` as a Python number needs no buffer. A schedule or a traced value may
         # become larger than 1.
         if self.terms or not (isinstance(self.every, int) and self.every == 1):
-            # Around optax.lookahead, only the fast params have gradients.
+            # With ``optax.lookahead`` inside, only the fast params have gradients.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
             weight: PyTree = jnp.float32(0) if self.normalize == "weight" else None
             weight = {x: jnp.float32(0) for x in self.terms} or weight
@@ -260,8 +260,8 @@ class _Windows(NamedTuple):
         """Add a gradient, and close the window after its last micro-step."""
         axes.require_local(grads.raw, self.names + self.averaged, _WHO)
         if self.averaged and self.normalize != "weight":
-            # The raw gradient is sent, because its product with the factors would first be written
-            # to memory.
+            # The replicas send ``grads.raw``. The product with ``grads.factors`` would be written
+            # to memory before it is sent.
             raw = trees.at_least_float32(grads.raw)
             mean = jax.tree.map(lambda x: reduced(x, self.averaged, "after"), raw)
             grads = grads._replace(raw=mean)
@@ -281,7 +281,7 @@ class _Windows(NamedTuple):
         is_first = state.micro_step == 0
 
         def summed(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
-            # The first gradient of a window begins the sum.
+            # The first gradient of a window replaces the sum of the previous window.
             total = axes.placed_like(old.astype(new.dtype) + new, old)
             total = jnp.where(is_first, axes.placed_like(new, old), total)
             if seed is not None and old.dtype == jnp.bfloat16:
@@ -301,8 +301,8 @@ class _Windows(NamedTuple):
         if state.window is None:
             params, inner_state = gate.flush_inner(self.tx, state.inner_state, params, extra)
             return params, state._replace(inner_state=inner_state)
-        # A scaler inside this window checked that the gradients came from a scaled loss, before
-        # they were added.
+        # Before each gradient was added to ``sums``, a scaler inside this window checked that the
+        # gradient came from a scaled loss.
         sums = state.window.local if isinstance(state.window, PerReplica) else state.window
         sums = handshake.assume_scaled(sums, state.inner_state)
         ends = state.is_open()
@@ -325,18 +325,18 @@ class _Windows(NamedTuple):
         is_valid = weight is not None and terms == self.terms
         checks.require(is_valid, _WHO, "weight", got=terms or weight, allowed=allowed, hint=hint)
         weight = axes.to_varying(jax.tree.map(jnp.float32, weight), self.names + self.averaged)
-        # A negative, too large or NaN weight becomes NaN. It makes the sum of the weights NaN, but
-        # ``weigh`` replaces the weighted gradients by zeros.
+        # A negative, too large or NaN weight becomes NaN. This NaN makes the sum of the weights
+        # NaN, but ``weigh`` replaces the weighted gradients by zeros.
         weight = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < _MOST), x, jnp.nan), weight)
         if not self.terms:
             return Window(weigh(grads, weight), weight)
         counts = jnp.stack([weight[name] for name in self.terms])
-        # A term with count 0 may have a nonzero sum. Its gradient was not divided by the count, so
-        # the factor is 1.
+        # A term with count 0 may have a nonzero sum. The gradient of such a term was not divided by
+        # the count, so the factor is 1.
         return Window(jax.vmap(weigh)(grads, jnp.where(counts == 0, 1, counts)), weight)
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
-        """Close the window if ``ends``; otherwise return the inner state, and False as the flag."""
+        """Close the window if ``ends``; otherwise return the old inner state, and a false flag."""
         unchanged = call.state.inner_state, jnp.asarray(False)
         how: dict[str, Any] = {"apply": call.apply, "who": _WHO, "names": self.names}
         return gate.run_or_hold(
@@ -391,7 +391,7 @@ class _Windows(NamedTuple):
 
 
 def _refused(params: PyTree) -> PyTree:
-    """Refuse a line search, whose loss would be of the last micro-batch, not of the window."""
+    """Refuse a line search, whose loss would be that of the last micro-batch, not of the window."""
     got = "a window of several calls, whose earlier micro-batches are no longer in memory"
     hint = "In make_train_step(microbatches=...), a line search reads the loss of the whole batch."
     raise ValueError(checks.message(_WHO, "every", "1 around a line search", got, hint))
@@ -403,10 +403,9 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
     A window that some leaves bypass cannot have terms, because the gradients of those leaves would
     have a dimension ``[terms]`` that is never summed.
     """
-    masks = optax.MaskedState, optax.ConditionallyTransformState, CarryState
-    masked = trees.find(opt_state, lambda x: isinstance(x, masks))
+    masked = trees.find(opt_state, optax.MaskedState, optax.ConditionallyTransformState, CarryState)
     bypassed = {id(node) for state in masked for node in trees.nodes(state)}
-    windows = trees.find(opt_state, lambda x: isinstance(x, Window | optax.MultiStepsState))
+    windows = trees.find(opt_state, Window, optax.MultiStepsState)
     weights = [None if id(x) in bypassed else getattr(x, "weight", None) for x in windows]
     terms = {tuple(sorted(x)) if isinstance(x, dict) else () for x in weights}
     return None if not terms else terms.pop() if len(terms) == 1 else ()
@@ -414,7 +413,7 @@ def terms_of(opt_state: PyTree) -> tuple[str, ...] | None:
 
 def require_weighted(opt_state: PyTree, weight: PyTree) -> None:
     """Refuse a weight for ``optax.MultiSteps``, which weighs all micro-steps alike."""
-    if trees.find(opt_state, lambda x: isinstance(x, optax.MultiStepsState)):
+    if trees.find(opt_state, optax.MultiStepsState):
         hint = "MultiSteps weighs calls equally. Use boostax.accumulate(..., normalize='weight')."
         checks.absent("apply_gradients", "weight", weight, "left out around optax.MultiSteps", hint)
 
@@ -484,7 +483,7 @@ def flush(
     arrays, opt_state = trees.arrays(params), trees.arrays(opt_state)
     trained = trees.without_gradient(trees.aside(arrays), True)
     call = "boostax.flush(tx, opt_state, params)"
-    with mismatch.explaining(mismatch.require_state, "flush", call, tx, opt_state, trained):
+    with trees.explaining(trees.require_state, "flush", call, tx, opt_state, trained):
         tx = optax.with_extra_args_support(tx)
         new, opt_state = gate.flush_inner(tx, opt_state, trained, extra_args)
     return trees.put_back(new, arrays), opt_state
@@ -492,7 +491,7 @@ def flush(
 
 @contextlib.contextmanager
 def averaged(names: tuple[str, ...]) -> Generator[None]:
-    """Call inner parts on gradients averaged over ``names``; report these axes to outer gates."""
+    """Declare that gradients are averaged over ``names``; report these axes to outer gates."""
     if (reduced := bound_axis.REDUCED.get()) is not None:
         reduced.update(names)
     with axes.binding(names, averaged=True) if names else contextlib.nullcontext():

@@ -15,14 +15,14 @@ from boostax._core.late import late as late
 from boostax._core.replicas import is_per_replica
 from boostax._core.types import PyTree as PyTree
 from boostax.accumulate.window import AccumulateState
-from boostax.train.compiled import TrainStep as TrainStep
+from boostax.train.step import TrainStep as TrainStep
 
-# The function that errors name.
+# The name of the function in errors.
 WHO = "audit"
 
 
 def window(args: tuple[PyTree, ...]) -> str:
-    """Return the path of a window of ``accumulate`` or ``optax.MultiSteps``, or an empty string."""
+    """Return the path of a state of ``accumulate`` or ``optax.MultiSteps``, or an empty string."""
     states = (AccumulateState, optax.MultiStepsState)
     # The state of ``accumulate(every=1)`` has no window, but may contain the state of another
     # ``accumulate`` that has a window.

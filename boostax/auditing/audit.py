@@ -19,7 +19,7 @@ from boostax.auditing.hlo import Program, Ways
 from boostax.auditing.network import Network, on_wire
 from boostax.auditing.targets import Argument
 
-# The class of a state of Optax or boostax. Params may be an ``optax.LookaheadParams``.
+# This matches the class of a state, but not ``optax.LookaheadParams``, which are params.
 _STATE = re.compile(r"<class '(optax|boostax)\..*State'>")
 
 
@@ -42,9 +42,9 @@ class Audit:
 
     Counts are per call and device. A count that depends on branches is ``(least, most, held)``.
     ``least`` assumes the cheapest branch of every conditional (a skipped call). ``most`` assumes
-    the most expensive branch (a call that applies). ``held`` assumes the cheapest branch only for
-    windows (a call that leaves its window open). A loop with an unknown trip count adds nothing to
-    ``least``, and makes ``most`` and ``held`` infinite.
+    the most expensive branch (a call that applies). ``held`` assumes the cheapest branch for
+    windows, and the most expensive branch elsewhere (a call that leaves its window open). A loop
+    with an unknown trip count adds nothing to ``least``, and makes ``most`` and ``held`` infinite.
 
     Attributes:
       target: the machine for which the program was compiled.
@@ -97,8 +97,8 @@ class Audit:
     donated_in_vain: tuple[Buffer, ...]
     not_donated: tuple[Buffer, ...]
     collectives: tuple[CompiledCollective, ...]
-    # A key of ``metadata`` is the label of a row in the table. The value names the field by which
-    # the numbers of the row are divided.
+    # The key of ``metadata`` is the label of a row in the table. The value is the name of the field
+    # that divides the numbers of this row.
     reduced: Ways = field(metadata={"elements reduced": "params"})
     gradients: Ways = field(metadata={"of these gradients": "params"})
     gathered: Ways = field(metadata={"elements gathered": "params"})
@@ -126,20 +126,21 @@ class Audit:
     advice: str = ""
 
     def per_step(self, ways: Ways) -> float:
-        """Return the sum of ``calls - 1`` calls that leave a window open, and an applied call."""
+        """Return the sum of a count over ``calls - 1`` calls in a window and one applied call."""
         return ways.most + ((self.calls - 1) * ways.held if self.calls > 1 else 0)
 
     @property
     def reductions(self) -> float:
-        """Return gradient elements reduced per optimizer step, as a multiple of the params.
+        """Return how many gradient elements an optimizer step reduces, as a multiple of the params.
 
-        The value 1 means that each gradient is reduced once. Elements of unknown use are counted.
+        The value 1 means that each gradient is reduced once. Elements of unknown use count as
+        gradients.
         """
         return self.per_step(self.gradients) / self.params if self.params else math.nan
 
     @property
     def gathers(self) -> float:
-        """Return elements gathered per optimizer step, as a multiple of the params."""
+        """Return how many elements an optimizer step gathers, as a multiple of the params."""
         return self.per_step(self.gathered) / self.params if self.params else math.nan
 
     @property
@@ -181,9 +182,10 @@ def audit(
       target: see ``boostax.auditing.target_devices``; ``None`` for the devices of the arguments,
         which may be target devices. A program over a mesh of present devices can be moved to a
         target with as many devices.
-      params: the tree whose size is the unit of counts, or the number of an argument, by default 0.
-        For a number, the unit is the argument's ``.params``, or else the argument itself. A
-        function of ``jax.pmap`` gets stacked params, so pass one replica's params.
+      params: the tree whose size is the unit of counts, or an argument's position, 0 by default.
+        With a position, the unit is the ``.params`` of that argument, or the argument itself if it
+        has no ``.params``. The argument of a ``jax.pmap`` function has the params of all replicas,
+        so pass one replica's params instead.
       calls: calls per optimizer step, which is the length of the window of ``boostax.accumulate``
         or ``optax.MultiSteps``.
       depth: the number of frozen groups of a ``TrainStep`` with ``scheduled_freeze``; by default
@@ -202,7 +204,7 @@ def audit(
 
     Raises:
       ValueError, TypeError: an unknown target or program, or a program that cannot be moved; the
-        argument with the number ``params`` contains an optimizer's state or no floating array.
+        argument at the position ``params`` contains an optimizer's state or no floating array.
       RuntimeError: the compiler of the target is not installed.
 
     Example:
@@ -319,8 +321,8 @@ def _buffers(program: Program, arguments: Sequence[Argument]) -> dict[str, Any]:
     reused = {used[i].path for i in program.aliased}
     donated = [x for x in arguments if x.info.donated and 0 not in x.info.shape]
     in_vain = [x for x in donated if x.path not in reused]
-    # The number of results in new buffers, by type. An argument of the same type could have been
-    # donated.
+    # The number of results in new buffers, by type. For each such result, an argument of the same
+    # type could have been donated.
     free = collections.Counter(x[:2] for i in body if i.root for x in i.result)
     free -= collections.Counter(types[i] for i in program.aliased)
     not_donated: list[Argument] = []

@@ -19,7 +19,7 @@ Shapes = Sequence[tuple[int, ...]]
 Axes = frozenset[str]
 
 REDUCES = ("all-reduce", "reduce-scatter")
-# Bytes that one of n devices sends on a ring, per byte of its operand.
+# The bytes that each of n devices sends on a ring, per byte of the operand.
 RING: Mapping[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: n - 1,
@@ -46,9 +46,9 @@ class CompiledCollective:
     Attributes:
       kind: ``all-reduce``, ``reduce-scatter`` (on a TPU also an all-reduce and a slice in one
         fusion), ``all-gather``, ``all-to-all``, ``collective-permute``, ``send``, ...
-      does: the kind, except for some permutes: a TPU's compiler gathers weights or scatters
-        gradients in a windowed matrix product with permutes. Such a permute has the kind of the
-        collective that the permutes form together.
+      does: the kind, except for the permutes with which a TPU's compiler gathers weights or
+        scatters gradients in a windowed matrix product. These permutes together form a collective,
+        whose kind is their ``does``.
       dtypes: dtypes of the elements in the compiled program; for elements packed in u32, the
         unpacked dtype.
       elements: elements per execution and device, in the operands or, for an all-gather, in the
@@ -133,7 +133,7 @@ def compiled_collectives(
 
 
 def _widened(program: Program, site: Site) -> bool:
-    """Return whether the operand is a widening conversion that the compiler added."""
+    """Return whether the compiler added a conversion that widens the collective's operand."""
     body = program.computations[site.computation]
     i = body[site.instruction.operands[0]]
     if i.op == "fusion":
@@ -198,12 +198,14 @@ def _collective(
 def _with_uses(
     program: Program, site: Site, c: CompiledCollective, sizes: Collection[int], across: bool
 ) -> CompiledCollective:
-    """Determine the uses of a reduction's elements; its gradients provide a missing source line.
+    """Determine the uses of a reduction's elements.
+
+    If the reduction has no usable source line, it gets the line of its largest gradient.
 
     Names of operations distinguish the forward pass, the backward pass and the optimizer. A result
-    of the forward or backward pass counts as activations if at least two of three conditions are
-    met: the result belongs to the forward pass, the batch is not sharded over the reduction's axes
-    (``across``), or the result's size is not among the ``sizes`` of gradients.
+    of the forward or backward pass counts as activations under at least two of three conditions:
+    the result belongs to the forward pass, the batch is not sharded over the reduction's axes
+    (``across``), and the result's size is not among the ``sizes`` of gradients.
     """
     uses = collections.Counter[str]()
     most = (0, "")
@@ -226,9 +228,9 @@ def _with_uses(
 def _stage(program: Program, i: Instruction, is_collective: bool) -> str:
     """Return the stage of an operation: ``"forward"``, ``"backward"`` or ``"optimizer"``.
 
-    The result is empty if the operation's name does not determine the stage. An operation with a
-    name of the forward pass may compute a gradient, unless the operation is a matrix product or a
-    convolution.
+    The result is empty if the operation's name does not determine the stage. The name of the
+    forward pass determines the stage only of collectives, matrix products and convolutions, because
+    other operations with this name may compute a gradient.
     """
     name = i.attribute(r'op_name="([^"]*)"')
     product = name.endswith(("/dot_general", "/conv_general_dilated"))

@@ -2,8 +2,8 @@
 """Print the audit of a compiled program: ``boostax audit module:function``.
 
 The function must return the program and its arguments, such as (step, state, batch). Arguments may
-be jax.ShapeDtypeStruct. If the function has a parameter, it receives the devices of the target, or
-else the present devices.
+be jax.ShapeDtypeStruct. A function with a parameter receives the devices of the target, or else the
+present devices.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def _exceeded(options: argparse.Namespace, result: Audit) -> Iterator[str]:
 
 @contextlib.contextmanager
 def without_compiler_logs() -> Generator[None]:
-    """Hide the compilers' logs on the stderr descriptor, unless another package raises an error.
+    """Hide what compilers log to file descriptor 2, unless code of another package raises an error.
 
     Python's writes to ``sys.stderr``, such as warnings, are shown.
     """
@@ -100,8 +100,8 @@ def without_compiler_logs() -> Generator[None]:
 
 
 def _audited(options: argparse.Namespace) -> Audit:
-    # If a JAX plugin for absent devices is installed, it fails to start, and JAX cannot compile. So
-    # only the CPU platform is used.
+    # If a JAX plugin for absent devices is installed, the plugin fails to start, and JAX cannot
+    # compile. So only the CPU platform is used.
     if options.cpu_devices or (options.target and not getattr(jax.config, "jax_platforms", None)):
         jax.config.update("jax_platforms", "cpu")
     if options.cpu_devices:
@@ -111,8 +111,7 @@ def _audited(options: argparse.Namespace) -> Audit:
     params = inspect.signature(build).parameters.values()
     required = [x.name for x in params if x.default is x.empty and not str(x).startswith("*")]
     if hasattr(build, "lower") or len(required) > 1:
-        # This function is a step and not a function that builds a step, so the error has example
-        # code.
+        # ``build`` is a step and not a function that builds a step, so the error has example code.
         module, _, step = options.program.replace(".py:", ":").replace("/", ".").rpartition(":")
         made = "\n".join(f"    {x} = jax.ShapeDtypeStruct((64, 64), 'float32')" for x in required)
         names = {"name": options.program, "module": module, "step": step}
@@ -145,7 +144,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    # This formatter keeps the line breaks of the text.
+    # This formatter keeps the line breaks of the description.
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("boostax audit", description=__doc__, formatter_class=form)
     add = parser.add_argument

@@ -2,7 +2,7 @@
 """Parse the HLO text of a compiled program: instructions, positions, and executions.
 
 ``Compiled.as_text()`` is the optimized, scheduled HLO of one device. ``boostax.audit`` reads all
-its counts from this text, so the counts are those of the compiler that wrote the text.
+its counts from this text, so the counts are valid for the compiler that wrote the text.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _REFERENCE = re.compile(r"%([\w.\-]+)")
 # Attributes that name the computations of an operation. ``called`` sorts these attributes, so the
 # branches are in order: false, then true.
 _BODIES = "body|branch_computations|calls|condition|false_computation|true_computation"
-# The folder of boostax. A user cannot fix waste in these source lines.
+# The folder of boostax. A user cannot fix waste in the source lines of boostax.
 _LIBRARY = f"{pathlib.Path(__file__).parents[1]}/"
 # The scope of the boostax transformation that made a conditional. A transformation in ``_WINDOWS``
-# decides by the number of calls. Other transformations decide by the values of gradients.
+# chooses the branch by the number of calls. Other transformations choose it by the values of
+# gradients.
 _GATE = r'op_name="[^"]*\bboostax\.(\w+)'
 _WINDOWS = ("accumulate", "local_updates")
 
@@ -84,13 +85,13 @@ class Instruction:
     root: bool
 
     def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern in the attributes; empty without a match."""
+        """Return the first group of a pattern's match in the attributes; empty without a match."""
         match = re.search(pattern, self.attributes)
         return match.group(1) if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Return the computations that are run; for a conditional, the branches by index."""
+        """Return the computations that an instruction runs; for a conditional, all branches."""
         keys = "to_apply" if self.op == "call" else _BODIES
         bodies = re.findall(rf"\b({keys})=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
         return tuple(name for _, names in sorted(bodies) for name in _REFERENCE.findall(names))
@@ -157,7 +158,7 @@ class Program:
       computations: the instructions of each computation by name, in the order of the schedule.
       entry: the computation that a call runs.
       devices: the number of devices that run the program.
-      aliased: the numbers of the arguments whose buffers results reuse.
+      aliased: the numbers of the arguments whose buffers are reused by results.
       tables: the tables of source locations: each row by the table's heading and the row's number.
       trip_count: the trip count of loops whose trip count the program does not show; ``None`` if
         unknown.
@@ -176,7 +177,7 @@ class Program:
         return tuple(self._walk(self.entry))
 
     def _walk(self, computation: str, caller: Site | None = None, index: int = 0) -> Iterator[Site]:
-        """Yield the sites of a computation, which is the caller's computation ``index``."""
+        """Yield the sites of a computation, whose index in the caller's ``called`` is ``index``."""
         executions, branches, loops, fused = caller[3:] if caller else (1, (), (), False)
         if caller is not None:
             outer = caller.instruction
@@ -194,7 +195,7 @@ class Program:
                 yield from self._walk(called, site, number)
 
     def total(self, amounts: Iterable[tuple[Sequence[str], float]]) -> Ways:
-        """Sum amounts along the three choices of branches that ``Ways`` describes.
+        """Return the sum of amounts for each of the three choices of branches in ``Ways``.
 
         Args:
           amounts: pairs ``(branches, amount)``, where the amount includes all executions.
@@ -223,9 +224,9 @@ class Program:
     def _conditionals(self) -> Mapping[str, tuple[int, bool]]:
         """Return each conditional's number of branches, and whether it is a window.
 
-        A window is the conditional of an accumulation over calls; the named scope of its
-        transformation identifies it. If the program has no window of boostax, every conditional
-        that is not boostax's counts as a window.
+        A window is a conditional of a transformation that accumulates over calls. The
+        transformation's named scope identifies the conditional. If no conditional is a window of
+        boostax, every conditional of other code counts as a window.
         """
         instructions = (i for body in self.computations.values() for i in body.values())
         conditionals = [i for i in instructions if i.op == "conditional"]
@@ -241,9 +242,9 @@ class Program:
     def trips(self, site: Site) -> int | None:
         """Return how often the body of a ``while`` runs; ``None`` if unknown.
 
-        The compilers for CPU and GPU write the trip count into the text. For a TPU, the trip count
-        follows from the counter's first value, its increment, and its bound in the condition. A
-        loop whose condition is a flag that the body clears runs at most once.
+        The compilers for CPU and GPU write the trip count into the HLO text. For a TPU, the trip
+        count follows from the counter's first value, its increment, and its bound in the condition.
+        A loop whose condition is a flag that the body clears runs at most once.
         """
         loop = site.instruction
         if known := loop.attribute(r'"known_trip_count":\{"n":"?(\d+)'):
@@ -282,7 +283,7 @@ class Program:
         return _Value(None, math.nan)
 
     def _initial(self, site: Site | None, value: _Value) -> float:
-        """Return a carried value at the start of a loop; an outer loop may carry the same value."""
+        """Return the first value of a loop's carry, which may come from an outer loop's carry."""
         if value.element is None:
             return value.offset
         if site is None or site.instruction.op != "while":

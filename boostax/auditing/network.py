@@ -42,7 +42,7 @@ class Network:
 
     @property
     def advice(self) -> str:
-        """Return the technique that reached a fixed loss first, on record at the nearest rate."""
+        """Return the fastest technique to a fixed loss in the record of the nearest rate."""
         record = checks.table("boostax.auditing", "network")
         nearest = min(record["first"], key=lambda x: abs(math.log(x["rate"] / self.rate)))
         rate = f"{nearest['rate'] / 1e6:g} Mbit/s"
@@ -54,7 +54,7 @@ class Network:
 def on_wire(
     listed: Collectives, per_operand: bool
 ) -> Iterator[tuple[tuple[str, ...], float, float]]:
-    """Yield branches, bytes with TCP's overhead, and sequential messages of each collective.
+    """Yield the branches, the bytes with TCP's overhead, and the messages of each collective.
 
     Args:
       listed: the collectives. If some collectives cross hosts, only these collectives are counted.

@@ -2,12 +2,12 @@
 """Compile any program for machines that need not be present.
 
 JAX's compilers run without their devices. ``jax.experimental.topologies`` describes the devices,
-and a program that is lowered for shapes on a mesh of these devices compiles as on the machine
-itself. The compiler for a TPU needs the package ``libtpu``. The compiler for a GPU needs
+and a program that is lowered for shapes on a mesh of these devices compiles as it would on the
+machine itself. The compiler for a TPU needs the package ``libtpu``. The compiler for a GPU needs
 ``jax-cuda12-plugin``, but no driver and no CUDA. In a checkout, ``pip install '.[aot]'`` installs
 both packages. A program over a mesh of present devices can be moved to a target. ``jax.export``
-lowers the program for the target's platform. The exported call is then compiled over an equal mesh
-of the target's devices, with the same specs and donation.
+lowers the program for the target's platform. The exported call is then compiled over a mesh of the
+target's devices with the same shape, the same specs and the same donation.
 """
 
 import contextlib
@@ -162,13 +162,14 @@ def compile_program(
     allowed = "a function, a TrainStep, or the result of lower() or compile()"
     hint = "Write boostax.audit(jax.jit(step), state, batch)."
     checks.require_type(callable(program), WHO, "program", got=program, allowed=allowed, hint=hint)
-    # Only jax.jit has a trace method; jax.pmap and wrappers have only lower.
+    # The result of ``jax.jit`` has the methods ``trace`` and ``lower``. The results of ``jax.pmap``
+    # and of wrappers have only ``lower``.
     program = program if hasattr(program, "lower") else jax.jit(program)
     placed = {d for x in jax.tree.leaves(args) if (s := _sharding(x)) for d in s.device_set}
     devices = target_devices(target) if target is not None else tuple(placed)
     traced: Any = program.trace(*args) if hasattr(program, "trace") else None
     if placed <= set(devices) and (placed or target is None):
-        # The wrapper itself decides which arguments are arrays.
+        # A wrapper without ``trace`` decides in ``lower`` which arguments are arrays.
         return _finished(program.lower(*args) if traced is None else traced.lower(), devices)
     is_valid = isinstance(traced, jax.stages.Traced)
     hint = "Pass the jax.jit function itself, or build the program on the target's devices."
@@ -216,7 +217,7 @@ def _moved(program: Any, args: PyTree, infos: PyTree, devices: Sequence[Any]) ->
 
 
 def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
-    """Compile a lowered program for these devices, unless it is already compiled."""
+    """Compile a lowered program for the given devices, unless it is already compiled."""
     compiled: Any = _unwrapped(program)
     seconds = math.nan
     if isinstance(compiled, jax.stages.Lowered):
@@ -237,7 +238,7 @@ def _finished(program: Any, devices: Collection[Any] = ()) -> CompiledProgram:
     infos, tree = jax.tree_util.tree_flatten_with_path(compiled.args_info)
     shardings = tree.flatten_up_to(compiled.input_shardings)
     pairs = zip(infos, shardings, strict=True)
-    # The first key only separates positional arguments from keyword arguments.
+    # The first key of a path only separates positional arguments from keyword arguments.
     arguments = tuple(Argument(keystr(path[1:]), info, x) for (path, info), x in pairs)
     running = list(next((x.device_set for x in shardings if x is not None), ()))
     machine = f"{len(running)} x {running[0].device_kind}" if running else "unknown"

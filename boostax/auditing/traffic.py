@@ -4,8 +4,8 @@
 Each operation of the schedule reads its operands once and writes its results once; arrays in a
 TPU's vector memory are not counted. A fusion that only slices an operand reads only the slice, and
 a fusion that updates a slice in place writes only the slice. So a scan over stacked layers reads
-the stack once. By this count, an Adam step on P bytes of params moves 7 P bytes, which agrees with
-a count by hand.
+the stack once: one slice in each iteration. By this count, an Adam step on P bytes of params moves
+7 P bytes, which agrees with a count by hand.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ def counts(program: Program) -> dict[str, Ways | None]:
     A TPU's compiler writes its estimate of cycles, without communication, into the program; for
     other compilers ``cycles`` is ``None``.
     """
-    # A fusion is one operation of the schedule.
+    # A fusion counts as one operation, so the instructions inside it are left out.
     sites = [site for site in program.sites if not site.fused]
     moved = program.total((x.branches, repeated(_bytes(program, x), x.executions)) for x in sites)
     texts = [(x, x.instruction.attribute(r'"estimated_cycles":"(-?\d+)"')) for x in program.sites]
@@ -61,7 +61,10 @@ def _bytes(program: Program, site: Site) -> float:
 
 
 def _fusion(body: Mapping[str, Instruction], i: Instruction, sizes: Mapping[str, float]) -> float:
-    """Count the bytes of a fusion; of an operand that it slices or updates, only slices count."""
+    """Count the bytes of a fusion.
+
+    If the fusion only slices an operand, or only updates slices of it, then only the slices count.
+    """
     parameters = {int(x.literal): x.name for x in body.values() if x.op == "parameter"}
     read = in_place = 0.0
     counted: set[str] = set()

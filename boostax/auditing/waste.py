@@ -35,7 +35,7 @@ class Waste:
         return f"{self.what}{f' ({self.where})' if self.where else ''}. {self.fix}"
 
 
-# The texts of each finding.
+# For each finding, its texts.
 WORDS = checks.table("boostax.auditing", "waste")
 # A finding about a smaller share of the params, or of the bytes on the wire, is not reported.
 _SMALL = 0.01
@@ -45,7 +45,7 @@ _CHOSEN = ("by_layer", "boostax.accumulate")
 
 
 def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Iterator[Waste]:
-    """Yield findings for each kind of waste, with the most expensive place of the kind.
+    """Yield for each kind of waste a finding that names the most expensive place.
 
     Args:
       audit: the audit.
@@ -85,10 +85,10 @@ def wastes(audit: Audit, program: Program, shapes: Shapes, module: str) -> Itera
 
 
 def _repeated(audit: Audit, program: Program, known: Collectives) -> Iterator[Waste]:
-    """Yield collectives that send a multiple of the params."""
+    """Yield findings about collectives that send a multiple of the params' size."""
     unintended = [c for c in known if not any(scope in c.name for scope in _CHOSEN)]
     gradients = [c for c in unintended if 2 * c.uses.get("gradients", 0) > c.elements]
-    # The sum is positive if a call that leaves a window open also runs the collective.
+    # ``held`` is positive if a call that leaves a window open also runs the collective.
     in_window = [c for c in gradients if program.total([(c.branches, c.elements)]).held]
     for name, calls, repeated in (
         ("in_loop", 1, [c for c in gradients if c.loops]),

@@ -23,8 +23,8 @@ from boostax._core.rule import GateState, gate
 from boostax._core.types import PyTree
 from boostax.accumulate.window import AccumulateState, accumulate
 
-# The function accepts updates, the number of optimizer steps and the params. It returns whether to
-# skip the updates, and the new ``skip_state``.
+# A ``ShouldSkip`` accepts updates, the number of optimizer steps and the params. It returns whether
+# to skip the updates, and the new ``skip_state``.
 ShouldSkip: TypeAlias = Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 
@@ -108,8 +108,8 @@ class MultiSteps:
       init: makes a ``MultiStepsState``.
       update: as in Optax. Pass ``gradient_transformation()`` to ``boostax.apply_gradients``,
         ``make_train_step`` and ``flush``. Cost: as ``accumulate``, and the reads of
-        ``should_skip_update_fn``. With ``axis_name``, that function also sends 4 bytes per call,
-        and 4 bytes for each number in ``skip_state``.
+        ``should_skip_update_fn``. With ``axis_name``, each call with ``should_skip_update_fn`` also
+        sends 4 bytes, and 4 bytes for each number in ``skip_state``.
 
     Raises:
       ValueError, TypeError: a window of less than one micro-step, or an error of ``accumulate``; at
@@ -194,7 +194,7 @@ def _renamed(
     wrap: Callable[..., PyTree],
     unwrap: Callable[..., PyTree] = operator.attrgetter("gate_state"),
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` with its state in ``gate_state`` of the state that ``wrap`` makes."""
+    """Return ``tx`` with a state from ``wrap``, whose ``gate_state`` is the state of ``tx``."""
     update: Any = tx.update
 
     @describe(who, "nothing", inner={"gate_state": tx})

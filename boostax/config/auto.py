@@ -37,8 +37,8 @@ class Boost:
     Attributes:
       config: the arguments of each key as plain data, which ``boostax.auto`` reads.
       notes: the settings of a foreign dictionary that have no effect, and differences that may
-        change the trained weights. Without notes, a MindSpore dictionary trains the same weights as
-        in MindSpore.
+        change the trained weights. If there are no notes, a MindSpore dictionary trains the same
+        weights as in MindSpore.
       factories: the user's factories by name, each with the key of the part that it replaces or
         follows.
       strict: whether the chain and the step must contain every part that the configuration switches
@@ -73,15 +73,14 @@ class Boost:
         """Build the whole chain around an optimizer, with its parts in the recommended order.
 
         The order is, outermost first: freezing, carried leaves, the check of replicas, loss scaling
-        and the window (with ``drop: "window"``, the window and loss scaling), the average of the
-        params, storage in fewer bytes, the recorder of snapshots, the reduction, centralization,
-        clipping, the check of updates, ``inner``. A reduction around the optimizer
-        (``"adasum-delta"``, ``"by-shape"``, ``"partial"``, ``"local"``) also wraps centralization
-        and clipping.
+        and the window (in the opposite order with ``drop: "window"``), the average of the params,
+        storage in fewer bytes, the recorder of snapshots, the reduction, centralization, clipping,
+        the check of updates, ``inner``. A reduction around the optimizer (``"adasum-delta"``,
+        ``"by-shape"``, ``"partial"``, ``"local"``) also wraps centralization and clipping.
 
-        A ``dim_reduce`` from files replaces the chain inside the loss scaler. The part of the
-        gradient outside of the span of its basis is then the input of ``inner``, or of SGD if
-        ``residual_rate`` is set.
+        A ``dim_reduce`` from files replaces the chain inside the loss scaler. Then ``inner``, or
+        SGD if ``residual_rate`` is set, gets the part of the gradient that is outside of the span
+        of the basis.
 
         Args:
           inner: any optimizer, without collectives.
@@ -114,7 +113,7 @@ class Boost:
         drop = self.config.get("accumulate", {}).get("drop", "micro-batch")
         require(drop in ("micro-batch", "window"), "drop", drop)
         if drop == "window":
-            # If the scaler is inside the window, an overflow drops the whole window.
+            # The scaler moves into the window, so that an overflow drops the whole window.
             order.remove("loss_scale")
             order.insert(order.index("accumulate"), "loss_scale")
         return self._stacked(order, inner, axis_name=axis_name, tree=params, less_bn=less_bn)
@@ -205,10 +204,10 @@ class Boost:
 
         Args:
           source: an optimizer state that recorded snapshots, or a ``boostax.subspace.Basis``.
-          params: the current params; if ``source`` is a state, they become its latest snapshot.
+          params: the current params, which become the latest snapshot if ``source`` is a state.
           residual: an optimizer for the part of the gradient outside of the span of the basis; the
-            part is averaged over ``axis_name`` first. ``None`` means the SGD of ``residual_rate``,
-            if that is set.
+            part is averaged over ``axis_name`` first. ``None`` means SGD with the rate
+            ``residual_rate``, if the configuration sets this rate.
           axis_name: the replica axis (or axes).
 
         Returns:
@@ -249,13 +248,13 @@ def auto(
 ) -> Boost:
     """Read a configuration: a level, a dictionary or a JSON file.
 
-    The name of each public factory is a key. Its value has the factory's arguments, types and
-    defaults: ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"`` and ``"loss_scale"``
-    choose a factory by ``"kind"``. Further keys are ``"clip"``, ``"centralize"``, ``"freeze"``,
-    ``"policy"``, ``"microbatches"`` and ``"less_bn"``. A value that is not a dictionary is the kind
-    or, for a key without kinds, the first argument. ``True`` selects the defaults. ``False`` or
-    ``None`` leaves the part out. Groups are given by ``groups`` instead of a tree of labels, and a
-    schedule is given by the arguments of ``freeze_schedule``.
+    The name of each public factory is a key. Its value is a dictionary of the factory's arguments,
+    with the same types and defaults: ``{"top_k_reduce": {"density": 0.01}}``. The keys ``"reduce"``
+    and ``"loss_scale"`` choose a factory by ``"kind"``. Further keys are ``"clip"``,
+    ``"centralize"``, ``"freeze"``, ``"policy"``, ``"microbatches"`` and ``"less_bn"``. If a value
+    is not a dictionary, it is the kind or, for a key without kinds, the first argument. ``True``
+    selects the defaults. ``False`` or ``None`` leaves the part out. ``groups`` replaces a tree of
+    labels, and the arguments of ``freeze_schedule`` replace a schedule.
 
     A level, or a dictionary with a key of MindSpore's (``"boost"``, ``"grad_freeze"``,
     ``"loss_scale_manager"`` ...), is read as MindSpore reads it. ``notes`` lists settings that have
@@ -271,8 +270,8 @@ def auto(
 
     The levels are those of ``mindspore.boost``, not the values of MindSpore's ``amp_level``.
     ``{"singa": {"dist_option": "sparseTopK"}}`` names a mode of Apache SINGA. Dictionaries of
-    MindSpore and of SINGA may also have keys of boostax, ``level`` and ``strict``, so that one file
-    describes a whole job. Keys of boostax add settings that MindSpore lacks:
+    MindSpore and of SINGA may also have the keys ``level`` and ``strict`` and all keys of boostax,
+    so that one file describes a whole job. Keys of boostax add settings that MindSpore lacks:
     ``{"grad_freeze": {...}, "freeze": {"order": [...]}}``. The key ``"sens"`` multiplies the
     gradients by a number.
 
@@ -359,7 +358,7 @@ def _read(data: keys.Data, level: dictionary.Level, strict: bool | None, users: 
         whose = sources.get(key, "")
         before = config.get(key, {})
         # A key of boostax may turn off a part that MindSpore's keys turn on, or add settings that
-        # they lack.
+        # MindSpore's keys do not have.
         adds = name == key and isinstance(value, Mapping)
         valid = not whose or (whose[0] == "M" and (adds or name in off))
         require(valid, "another" if whose[:1] == "a" else "beside", value, name=name, whose=whose)

@@ -17,7 +17,7 @@ from boostax.config.refusals import WORDS, require
 
 Level = Literal["O0", "O1", "O2"]
 _WHO = "mindspore"
-# The keys of MindSpore, their defaults and the notes.
+# The keys of MindSpore, with their defaults and with notes for the user.
 DATA = checks.table("boostax.config", "mindspore")
 SWITCHES: tuple[str, ...] = tuple(DATA["switches"])
 LEVELS: dict[Level, list[str]] = DATA["levels"]
@@ -39,17 +39,17 @@ def from_mindspore(
 ) -> tuple[keys.Data, tuple[str, ...]]:
     """Read MindSpore's dictionary and level as MindSpore reads them.
 
-    The modes are MindSpore's: ``"auto"`` uses the techniques of the level, ``"manual"`` changes
-    this choice by the switches in ``"boost"``, ``"enable_all"`` uses all techniques, and
-    ``"disable_all"`` uses no technique. An unknown level means ``"O0"``. Unknown keys, switches
+    The modes are MindSpore's: ``"auto"`` uses the techniques of the level, ``"manual"`` changes the
+    techniques of the level by the switches in ``"boost"``, ``"enable_all"`` uses all techniques,
+    and ``"disable_all"`` uses no technique. An unknown level means ``"O0"``. Unknown keys, switches
     that the mode ignores, and settings of a technique that is off have no effect. Some techniques
     replace others: ``dim_reduce`` replaces the optimizer and all other techniques, and
     ``grad_freeze`` replaces AdaSum and accumulation. Freezing uses MindSpore's buckets of params,
     with separate moments for each depth. Centralization comes after weight decay and skips
-    dimensions that are not multiples of 16. LessBN leaves a model without norms or head unchanged.
-    ``loss_scale_manager`` is the result of ``DynamicLossScaleManager``, ``FixedLossScaleManager``
-    or ``GroupLossScaleManager``; set the switch ``loss_scale_group`` only with
-    ``GroupLossScaleManager``.
+    dimensions whose sizes are not multiples of 16. LessBN leaves a model unchanged if it has no
+    norm to remove and no Dense as head. ``loss_scale_manager`` is the result of
+    ``DynamicLossScaleManager``, ``FixedLossScaleManager`` or ``GroupLossScaleManager``; set the
+    switch ``loss_scale_group`` only with ``GroupLossScaleManager``.
 
     Args:
       data: the ``boost_config_dict`` of ``mindspore.boost.AutoBoost``, which may be ``{}``.
@@ -58,8 +58,8 @@ def from_mindspore(
 
     Returns:
       The configuration as plain data, and notes on settings without effect and on differences that
-      may change the trained weights. Without notes, the trained weights are equal to MindSpore's.
-      Cost: none.
+      may change the trained weights. If there are no notes, the trained weights are equal to
+      MindSpore's. Cost: none.
 
     Raises:
       ValueError, TypeError: an unknown mode, a value out of range, or a manager that does not match
@@ -222,7 +222,8 @@ def from_singa(options: keys.Data) -> keys.Data:
     if "threshold" in options:
         elements = checks.natural("singa", "threshold", options["threshold"], WORDS["elements"][-1])
         require(elements < 2**29, "elements", elements)
-        # The size is in bytes of f32. With buckets of one byte, every leaf has a separate bucket.
+        # ``threshold`` becomes a number of bytes, 4 for each element. With buckets of one byte,
+        # every leaf has a separate bucket.
         options["threshold"] = max(4 * elements, 1)
     arguments = {used.get(x, x): y for x, y in options.items() if used.get(x, x)}
     with keys.speaking_of("singa", {argument: name for name, argument in used.items()}):

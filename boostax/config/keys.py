@@ -35,14 +35,14 @@ Factory: TypeAlias = Callable[..., Any]
 Tx: TypeAlias = optax.GradientTransformation
 Data: TypeAlias = dict[str, Any]
 DATA = checks.table("boostax.config", "order")
-# The factories of each key by kind; a key with a single factory has the kind "".
+# For each key, its factories by kind. A key with a single factory has only the kind "".
 PARTS: dict[str, dict[str, Factory]] = {
     key: {kind: pkgutil.resolve_name(name) for kind, name in kinds.items()}
     for key, kinds in (DATA["order"] | DATA["beside"]).items()
 }
 # For each role, the key of the part that a user's part of this role replaces or follows.
 PLACES: dict[str, str] = {role: key for key, roles in DATA["places"].items() for role in roles}
-# The key and the kind of each factory; the factory's name is also a key.
+# For the name of each factory, its key and kind. A configuration may use this name as a key, too.
 NAMED = {f.__name__: (key, kind) for key, kinds in PARTS.items() for kind, f in kinds.items()}
 KEYS = tuple(dict.fromkeys((*PARTS, "microbatches", *NAMED)))
 # With one of these arguments, dim_reduce starts at the first step.
@@ -82,7 +82,7 @@ def _groups(options: types.SimpleNamespace) -> PyTree:
 
 
 def _schedule(options: types.SimpleNamespace) -> Data:
-    """Make a schedule from its name or a function; return a sequence of depths unchanged."""
+    """Return the arguments of ``scheduled_freeze``; a sequence of depths is itself the schedule."""
     _, *names = inspect.signature(boostax.freeze.freeze_schedule).parameters
     kind = options.kind
     arguments = {name: getattr(options, name) for name in names}
@@ -91,7 +91,8 @@ def _schedule(options: types.SimpleNamespace) -> Data:
         for name, value in arguments.items():
             require(value is None, "depths", value, name=name)
         return {"groups": groups, "schedule": kind, "repeat": True}
-    # These two kinds freeze permanently and need an explicit end; MindSpore's default is 65536.
+    # ``progressive`` and ``ramp`` freeze permanently, and need an explicit ``total_steps``.
+    # Schedules of other kinds have MindSpore's default length, 65536.
     if options.total_steps is None and kind not in ("progressive", "ramp"):
         arguments["total_steps"] = 65536
     schedule = boostax.freeze.freeze_schedule(kind, **arguments)
@@ -99,15 +100,15 @@ def _schedule(options: types.SimpleNamespace) -> Data:
 
 
 def _finish(options: types.SimpleNamespace) -> Data:
-    """Look up the rule of ``dim_reduce`` by name; SGD is the default of ``residual``."""
+    """Return the arguments of ``dim_reduce``; ``residual_rate`` sets SGD as ``residual``."""
     rate, momentum = options.residual_rate, options.residual_momentum
     checks.choice("", "rule", options.rule, tuple(RULES), checks.nearest(options.rule, RULES))
     search = {x: y for x in ("shrink", "slope") if (y := getattr(options, x)) is not None}
     for name, value in (search | ({"residual_momentum": momentum} if momentum else {})).items():
-        checks.number("", name, value, "in (0, 1)", lambda x: 0 < x < 1, f"Or leave {name} out.")
+        checks.number("", name, value, "in (0, 1)", f"Or leave {name} out.", above=0, below=1)
     outside = options.residual
     if outside is None and rate is not None:
-        checks.number("", "residual_rate", rate, "positive", lambda x: x > 0, "Or omit the rate.")
+        checks.number("", "residual_rate", rate, "positive", "Or omit the rate.", above=0)
         outside = optax.sgd(rate, momentum or None)
     if outside is not None and options.axis_name is not None:
         outside = optax.chain(boostax.all_reduce(options.axis_name), outside)
@@ -182,7 +183,8 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
         with speaking_of(who, DATA["renamed"]):
             options |= _MADE[who](types.SimpleNamespace(**options))
     if factory is boostax.dim_reduce and "source" not in place:
-        # Without a source, ``dim_reduce`` only records snapshots.
+        # Without a source of the basis, the chain has at most a recorder of snapshots, and no
+        # ``dim_reduce``.
         return [*filter(None, [options["basis"]]), *parts]
     names = inspect.signature(factory).parameters
     options = {name: x for name, x in options.items() if name in names}
@@ -192,7 +194,7 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
     if not arguments.get("after_decay"):
         return [tx, *parts]
     # MindSpore centralizes after coupled weight decay. The decay may be inside ``optax.masked``,
-    # which has no row, so the rows inside each part are read.
+    # which has no ``Row``. So the roles are read from the rows inside each part.
     parts = opened(chained(parts))
     kinds = ({row.role for row in rows(read(x))} for x in parts)
     before = [*itertools.takewhile(lambda x: x <= {"decay", *CLIPS}, kinds)]
@@ -201,7 +203,7 @@ def layer(factory: Factory, arguments: Data, parts: list[Tx], **place: PyTree) -
 
 
 def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return sizes and names of the axes of a mesh whose last axis is the devices of one server."""
+    """Return sizes and names of a mesh's axes; the devices of a server are along the last axis."""
     if not isinstance(devices, int) or count <= devices:
         return (count,), ("data",)
     require(count % devices == 0, "devices", count, devices=devices)
@@ -209,9 +211,10 @@ def mesh_of_servers(count: int, devices: object) -> tuple[tuple[int, ...], tuple
 
 
 def _by_servers(factory: Factory, arguments: Data, parts: list[Tx], place: Data) -> list[Tx]:
-    """Put ``adasum_delta`` around a chain, or a mean in front of it if there is one replica axis.
+    """Put ``adasum_delta`` around a chain; with one replica axis, put a mean in front of the chain.
 
-    During a trace, the chain refuses replica axes other than those of ``mesh_of_servers``.
+    During a trace, the chain refuses replica axes with sizes other than those of
+    ``mesh_of_servers``.
     """
     names = axes.canonical("adasum_delta", place["axis_name"])
     devices = arguments["within"]
@@ -294,7 +297,7 @@ def known(data: Any, allowed: Iterable[str], what: str, who: str = "auto") -> No
 
 @contextlib.contextmanager
 def speaking_of(who: str, renamed: Mapping[str, str]) -> Generator[None]:
-    """Begin the text of an error in this context with ``who`` and the configuration's key."""
+    """Let the text of an error in the context begin with ``who`` and the configuration's key."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -21,7 +21,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from boostax import states
-from boostax._core import axes, checks, mismatch, norms, trees
+from boostax._core import axes, checks, norms, trees
 from boostax._core.describe import Holds, variants_of
 from boostax._core.replicas import PerReplica, spread_anew
 from boostax._core.types import PyTree
@@ -35,7 +35,7 @@ Tx: TypeAlias = optax.GradientTransformation
 Notes: TypeAlias = list[str]
 Path: TypeAlias = tuple[Any, ...]
 _WHO = "migrate_state"
-# The meaning of Optax's and other libraries' states, and the texts of the notes.
+# The meaning of the states of Optax and other libraries, and the texts of a report's notes.
 _DATA = checks.table("boostax.config", "migrate")
 _HOLDS = {name: Holds(**fields) for name, fields in _DATA["holds"].items()}
 _BECOMES = {name: pkgutil.resolve_name(row["is"]) for name, row in _DATA["becomes"].items()}
@@ -71,30 +71,30 @@ def migrate_state(
     """Migrate an optimizer state to a chain in which parts were added, removed or moved.
 
     The result has the structure of ``new_tx.init(params)``. A new state gets the arrays of an old
-    state of the same class, which may be inside a scaler, a window, ``optax.masked``, ``partition``
-    or ``inject_hyperparams``. If a class has several states, the pair of an old and a new state
-    that fits best is matched first. Among equal fits, the k-th old state is matched to the k-th new
-    state, outermost first. An array is kept if path, shape and dtype agree, so newly masked or
-    newly trained leaves do not affect other leaves. If only the precision differs, the array is
-    cast, and the report has a note. The moments of a leaf are all kept or all dropped. The counts
-    of a state with moments are kept only if moments of the state are kept. The arrays of a
+    state of the same class. The old state may be inside a scaler, a window, ``optax.masked``,
+    ``partition`` or ``inject_hyperparams``. If a class has several states, the pair of an old and a
+    new state that fits best is matched first. Among equal fits, the k-th old state is matched to
+    the k-th new state, outermost first. An array is kept if path, shape and dtype agree, so newly
+    masked or newly trained leaves do not affect other leaves. If only the precision differs, the
+    array is cast, and the report has a note. The moments of a leaf are all kept or all dropped. The
+    counts of a state with moments are kept only if moments of the state are kept. The arrays of a
     trajectory or a basis are kept only together.
 
-    An open window is refused. Moments and residuals are refused if another loss scale multiplies
-    their gradients in the new chain.
+    A state with an open window is refused. Moments and residuals are refused if another loss scale
+    multiplies their gradients in the new chain.
 
-    Some states of other libraries are translated: those of ``optax.MultiSteps`` (in both
-    directions) and ``optax.apply_if_finite``. Flax's ``DynamicScale`` and jmp's
-    ``DynamicLossScale`` and ``StaticLossScale`` are translated anywhere in the tree:
-    ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
+    The states of ``optax.MultiSteps`` (in both directions) and of ``optax.apply_if_finite`` are
+    translated. Flax's ``DynamicScale`` and jmp's ``DynamicLossScale`` and ``StaticLossScale`` are
+    translated anywhere in the tree: ``migrate_state((opt_state, dynamic_scale), new_tx, params)``.
 
     A saved loss scale, hyperparameter (``inject_hyperparams``) or basis overrides the argument of
     ``new_tx``, and the report notes the difference.
 
     Args:
       old_state: the saved state, or an NNX optimizer. In a ``TrainState``, per-replica state has a
-        leading dimension of replicas. If a serialiser converted the state to dicts and lists, its
-        classes are recognised by the names of their fields, which may be the names of boostax 0.3.
+        leading dimension of replicas. If a serialiser converted the state to dicts and lists, the
+        classes in the state are recognised by the names of their fields, including the names of
+        boostax 0.3.
       new_tx: the transformation that continues the run, which may be a result of
         ``boostax.on_mesh``.
       params: the trained params; pass ``TrainState.params`` unchanged.
@@ -135,7 +135,7 @@ skipped_in_a_row, growths, backoffs, floor_hits: the root
     checks.transformation(_WHO, "new_tx", new_tx)
     require(not isinstance(old_state, TrainState), "train_state", "TrainState", TypeError)
     old_state, params = trees.arrays(old_state), trees.arrays(params)
-    mismatch.require_order(_WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
+    trees.require_order(_WHO, "migrate_state(state, tx, params)", state=old_state, params=params)
     checks.positive_int(_WHO, "replicas", 1 if replicas is None else replicas, _DATA["hint"])
     checks.natural(_WHO, "count", 0 if count is None else count, _DATA["steps"])
     if isinstance(params, PerReplica):
@@ -247,7 +247,7 @@ Leaves: TypeAlias = dict[Path, Leaf]
 
 def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
     """Return the arrays of all states, outermost first; containers of params are not states."""
-    containers = set(map(type, trees.find(params, lambda _: True)))
+    containers = set(map(type, trees.state_nodes(params)))
     owners: Any = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     by_state: dict[Path, list[Leaf]] = {(): []}
 
@@ -256,11 +256,12 @@ def _read(tree: PyTree, params: PyTree) -> list[Leaf]:
             x = jnp.asarray(x)
             field = trees.path_name(rel if state is None else rel[:1])
             owner = next((rel[i:] for i in range(len(rel) + 1) if rel[i:] in owners), None)
-            # If the params are a single array, its path is empty, and every path ends with it. So
-            # the shape decides.
+            # If the params are a single array, its path is empty, and every path ends with the
+            # empty path. So the shape decides whether a leaf belongs to the array.
             owner = None if owner == () and owners[()] not in (x.shape, x.shape[1:]) else owner
             known = holds(type(state))
-            # The sums of a window have a dimension for the terms of a loss.
+            # If a loss has terms, the sums of its window have an additional first dimension for the
+            # terms.
             window = getattr(state, "window", None)
             weight = getattr(getattr(window, "local", window), "weight", None)
             terms = (len(weight),) if isinstance(weight, dict) else ()
@@ -340,14 +341,17 @@ def _require_same_params(olds: list[Leaf], news: list[Leaf], before: PyTree, aft
         got = f"{trees.path_name(new.owner or ()) or 'a leaf'} of {new.shape}"
         require(same or new.shape != new.like, "shapes", got, shape=old.shape, path=_spot(old.path))
     # ``by_shape`` distributes moments in the order of the params' names.
-    orders = [trees.find(x, lambda node: isinstance(node, ByShapeState)) for x in (before, after)]
+    orders = [trees.find(x, ByShapeState) for x in (before, after)]
     for both in zip(*orders, strict=False):
         for x, y in zip(*(state.order for state in both), strict=False):
             require(x.shape != y.shape or np.array_equal(x, y), "dealt", "others by name")
 
 
 def _stacked(leaves: list[Leaf], asked: int | None) -> tuple[list[Leaf], int]:
-    """Return the arrays with the size of their replica dimension, and the size (0 without it)."""
+    """Set the size of the replica dimension in the arrays; return the arrays and the size.
+
+    The size is 0 if no array has this dimension.
+    """
     shapes = [(x.value.shape, x.like) for x in leaves if x.replicas is not None]
     counts = {0 if x == like else x[0] for x, like in shapes if like in (x, x[1:])}
     counts |= set[int]() if asked is None else {asked}
@@ -390,7 +394,7 @@ def _matched(olds: dict[Path, Leaves], news: dict[Path, Leaves], notes: Notes) -
     fitting = {(old, new): _fitting(olds[old], news[new]) for old, new in pairs}
 
     def score(pair: tuple[Path, Path]) -> tuple[int, ...]:
-        """Score fitting arrays, equal dtypes, surplus arrays (negative) and equal labels."""
+        """Count fitting arrays, equal dtypes, surplus arrays (negative) and equal labels."""
         labels = [{key for key in path if isinstance(key, DictKey)} for path in pair]
         good = len(fitting[pair])
         dtypes = {y.path: y.value.dtype for y in news[pair[1]].values()}
@@ -426,7 +430,8 @@ def _incomplete(old: Leaves, new: Leaves, matches: Leaves) -> list[Path]:
         bound, before = ({rel for rel, x in state.items() if x.bound} for state in (new, old))
         return [new[rel].path for rel in bound if bound != before or lacks & bound]
     owned = {rel: y.owner for rel, y in new.items() if y.owner is not None}
-    # A new second moment is zero. An old first moment, divided by its root, would be a huge step.
+    # A new second moment is zero. An old first moment, divided by the root of this zero, would be a
+    # huge step.
     broken = {owned[rel] for rel in lacks & owned.keys() & old.keys()}
     wrong = {rel for rel, owner in owned.items() if owner in broken}
     # Counts without their moments would make the bias correction wrong.
@@ -442,7 +447,7 @@ def _require_same_scales(olds: list[Leaf], news: list[Leaf], matches: Leaves) ->
     before, after = ([x for x in y if x.field == x.holds.scale != ""] for y in (olds, news))
 
     def outside(at: Path, scalers: list[Leaf]) -> list[Any]:
-        # A scaler that is next to the optimizer does not divide the optimizer's gradients.
+        # A scaler whose inner state is ``None`` does not divide the optimizer's gradients.
         around = (x for x in scalers if getattr(x.state, "inner_state", ()) is not None)
         leaves = [matches.get(x.path, x) for x in around if at[: len(x.at)] != x.at]
         return [np.unique(x.value).tolist() for x in leaves]

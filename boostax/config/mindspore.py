@@ -2,12 +2,12 @@
 """MindSpore's loss-scale managers and optimizers, with MindSpore's order of arguments.
 
 A manager is a value in a dictionary for ``boostax.auto``. An optimizer is a chain of Optax that
-computes the same updates as the optimizer of this name in ``mindspore.nn``.
+computes the same updates as the optimizer of the same name in ``mindspore.nn``.
 
-If MindSpore gets params without groups, its weight decay excludes params whose names contain
-``beta`` or ``gamma``, which are the vectors of norms. In boostax, weight decay excludes all params
-of a layer with a norm's name (``boostax.precision.policy.NORMS``), and params with ``beta`` or
-``gamma`` in their path.
+If MindSpore gets params without groups, its weight decay excludes the vectors of norms, which are
+params whose names contain ``beta`` or ``gamma``. In boostax, weight decay excludes all params of a
+layer with a norm's name (``boostax.precision.policy.NORMS``), and params with ``beta`` or ``gamma``
+in their path.
 
 References:
   MindSpore 2.10, ``mindspore/nn/optim``, ``mindspore/train/loss_scale_manager.py``.
@@ -30,7 +30,7 @@ from boostax.precision.policy import NORMS
 
 Data: TypeAlias = dict[str, Any]
 Tx: TypeAlias = optax.GradientTransformation
-# A number, a schedule, or the rate of each step.
+# A number, a schedule, or a list with the rate of each step.
 Rate: TypeAlias = Any
 _SPARED = "|".join((*NORMS, "beta", "gamma"))
 
@@ -231,7 +231,7 @@ def lars(
     use_clip: bool = False, learning_rate: float = 1.0, loss_scale: float = 1.0, *,
     lars_filter: Callable[[str], bool] = lambda name: re.search("LayerNorm|bias", name) is None,
 ) -> Tx:  # fmt: skip
-    r"""Return the rescaling of gradients by ``nn.LARS``, to chain before an optimizer.
+    r"""Return ``nn.LARS``, which rescales gradients; chain it before an optimizer.
 
     .. math::
       g \leftarrow \theta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon} (g + \lambda w)
@@ -293,7 +293,7 @@ def _moments(b1: float, b2: float, eps: float, debias: bool = True, nesterov: bo
 
 def _coupled(who: str, decay: float, loss_scale: float, grouped: bool, parts: list[Tx]) -> Tx:
     """Put weight decay, then the division by the loss scale, in front of a chain."""
-    checks.number(who, "loss_scale", loss_scale, "positive", lambda x: x > 0, "1.0 has no effect.")
+    checks.number(who, "loss_scale", loss_scale, "positive", "1.0 has no effect.", above=0)
     return optax.chain(_decay(decay * loss_scale, grouped), optax.scale(1 / loss_scale), *parts)
 
 

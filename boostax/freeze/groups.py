@@ -22,10 +22,10 @@ def prefix_groups(
 ) -> PyTree:
     r"""Cut the params into ``n`` groups of consecutive layers, in the order of the forward pass.
 
-    Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`: groups differ by one
-    layer at most. Groups have equal numbers of layers, not of elements, because a frozen prefix
-    saves the backward pass of its layers. Convolutions need most of the time and have few elements,
-    while an embedding needs no time and has many elements.
+    Layer :math:`l` of :math:`L` is in group :math:`\lfloor l n / L \rfloor`, so the sizes of groups
+    differ by one layer at most. Groups have equal numbers of layers, not of elements, because a
+    frozen prefix saves the backward pass of its layers. Convolutions need most of the time and have
+    few elements, while an embedding needs no time and has many elements.
 
     Leaves that share a parent module, such as a kernel and its bias, form a layer. A module with
     only vectors and scalars (a norm) joins the previous layer; if there is no previous layer, the
@@ -71,8 +71,8 @@ def prefix_groups(
     joined: dict[KeyPath, list[int]] = {}
     last: list[int] = []
     for path, members in layers.items():
-        # A layer that has only vectors joins the previous layer; the first layer joins the next
-        # layer.
+        # A layer that has only vectors joins the previous layer. If it is the first layer, it joins
+        # the next layer.
         if all(getattr(leaves[i], "ndim", 0) < 2 for i in members):
             last.extend(members)
         else:
@@ -135,7 +135,8 @@ def mindspore_groups(
             buckets.append([])
         buckets[-1].append(leaf)
     stride = len(buckets) // n
-    # The remaining buckets, or all buckets if there are fewer than n, are in the last group.
+    # Buckets that are left over after the division are in the last group. If there are fewer than n
+    # buckets, all buckets are in the last group.
     numbers = [min(place // stride, n - 1) if stride else n - 1 for place in range(len(buckets))]
     labels = {x: i for i, bucket in zip(numbers, buckets, strict=True) for x in bucket}
     return Labels(treedef.unflatten(labels[i] for i in range(len(leaves))), n)
@@ -229,7 +230,7 @@ def _in_order(node: PyTree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]
     if jax.tree_util.all_leaves([node]):
         yield path, node
         return
-    # The registry's flatten_one_level names all fields of a NamedTuple like the first field.
+    # ``flatten_one_level`` of JAX's registry names all fields of a NamedTuple like the first field.
     children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     if [key for key, _ in children] == [(GetAttrKey("value"),)]:
         # A box (an NNX variable, or a Flax param with its partitioning) is not a module.

@@ -55,7 +55,7 @@ def forward_order(
     read: dict[int, None] = {}
 
     def meet(origins: Sequence[Origin]) -> Origin:
-        """Return the origin of a value; record params that the operation combines with data."""
+        """Return the origin of an operation's result; record params that it combines with data."""
         leaves = frozenset[int]().union(*(x for x in origins if x is not None))
         if None not in origins:
             return leaves

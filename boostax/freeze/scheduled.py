@@ -77,7 +77,7 @@ class Freezing:
         return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
     def pruning(self, params: PyTree, depth: int) -> Pruning:
-        """Return the leaf positions of one depth's inner state in the inner state for all depths.
+        """Return where the leaves of one depth's inner state are in the inner state for all depths.
 
         Raises:
           ValueError: the shape or path of a state leaf depends on which params are masked.
@@ -89,7 +89,7 @@ class Freezing:
         state = jax.eval_shape(self.tx.init, trees.masked(wide, plan.active(depth)))
         part = jax.tree.structure(state)
         if self.moments == "per_group":
-            # In the tuple of states, the state of each other depth counts as one leaf.
+            # In the tuple of states, the state of every depth except this one counts as one leaf.
             full = jax.tree.structure(tuple(state if d == depth else 0 for d in plan.drawn))
             first = plan.drawn.index(depth)
             return Pruning(full, part, tuple(range(first, first + part.num_leaves)))
@@ -195,8 +195,8 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     plan = freezing.plan(params)
     is_shared = freezing.moments == "shared"
     wide = gate.params_for(freezing.tx, params)
-    masked = [trees.masked(wide, plan.active(depth)) for depth in plan.drawn]
-    states = tuple(trees.first_state(freezing.tx, x) for x in masked[: 1 if is_shared else None])
+    masked = [trees.masked(wide, plan.active(x)) for x in plan.drawn[: 1 if is_shared else None]]
+    states = tuple(trees.unshared(freezing.tx.init(x), x) for x in masked)
     # Some inner states would become wrong while leaves are frozen.
     changes = len(plan.drawn) > 1
     wrong = {
@@ -204,7 +204,7 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
         "own params": changes and replicas.owns_params(states),
         "whole params": changes
         and any(x.needs_all_params() for x in trees.telling(states, protocols.NeedsAllParams)),
-        "windows": changes and trees.find(states, lambda x: isinstance(x, optax.MultiStepsState)),
+        "windows": changes and trees.find(states, optax.MultiStepsState),
     }
     for name in (name for name, refused in wrong.items() if refused):
         raise ValueError(f"{_WHO}: inner must {checks.table('boostax.freeze', 'refusals')[name]}")
@@ -231,8 +231,8 @@ def _following(
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of Optax's schedules, in the state of one depth, to the steps of the run."""
-    # optax.scale_by_schedule, optax.add_decayed_weights and optax.inject_hyperparams have these
-    # states.
+    # The states of ``optax.scale_by_schedule``, ``optax.add_decayed_weights`` and
+    # ``optax.inject_hyperparams``.
     classes = ("ScaleByScheduleState", "WeightDecaySchedule", "WrappedScheduleState")
     return jax.tree.map(
         lambda x: x._replace(count=step) if type(x).__name__ in classes else x,
@@ -271,7 +271,7 @@ def scheduled_freeze(
 
     Without ``depth``, the compiled program reads the depth from the state, and gradients must have
     every leaf. With ``active=freeze.choice(params, opt_state)``, such a program also ends the
-    backward pass at the depth. Use this form for ``jax.lax.scan`` over steps.
+    backward pass at the first active layer. Use this form for ``jax.lax.scan`` over steps.
 
     The schedule counts applied steps, so the depth changes only when an accumulation window closes.
     If a loss scaler skips a step, the next step has the same depth.
@@ -298,8 +298,8 @@ def scheduled_freeze(
       A transformation with a ``ScheduledFreezeState``. Cost: ``4 * (3 + groups)`` bytes and no
       time; the state of ``inner`` for the leaves that are ever trained (with ``"per_group"``, for
       each depth the leaves trained at that depth). Without ``depth``, the program has a copy of the
-      optimizer's code for each depth, and a step runs one copy: 1.5, 2.5 and 5.5 times the
-      operations are compiled at 2, 4 and 10 depths.
+      optimizer's code for each depth, and a step runs one copy. With 2, 4 and 10 depths, 1.5, 2.5
+      and 5.5 times as many operations are compiled.
 
     Raises:
       ValueError, TypeError: an argument out of range; from ``init``, groups that do not match the
@@ -328,7 +328,8 @@ def scheduled_freeze(
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 
-    # A tuple of states is not an inner state, so the field of a tuple must have another name.
+    # With ``moments='per_group'``, the field has a tuple of states and not a state, so the field
+    # has another name.
     @describe(_WHO, "freeze", inner={"inner_state" if moments == "shared" else "inner_states": tx})
     def step_fn(
         grads: gate.Pending,
@@ -377,8 +378,8 @@ def scheduled_freeze(
 
         return freezing.changed(params, depth, close, (params, state))
 
-    init = functools.partial(_init, freezing)
-    return ScheduledFreeze(init, FreezingUpdate(step_fn, flush_fn, freezing, init=init))
+    made = gate.gated(functools.partial(_init, freezing), step_fn, flush_fn)
+    return ScheduledFreeze(made.init, FreezingUpdate(**vars(made.update), variants=freezing))
 
 
 def active_groups(opt_state: PyTree) -> jax.Array:

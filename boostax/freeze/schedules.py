@@ -99,7 +99,8 @@ def _table(schedule: FreezeSchedule, groups: int) -> Depths:
         return _interval(groups, freeze_p, length, schedule.seed)
     if kind == "continuous":
         return _continuous(groups, freeze_p, fraction, length)
-    # Each group freezes permanently at a step whose ``power``-th root is evenly spaced.
+    # Each group freezes permanently at one step. The ``power``-th roots of these steps are evenly
+    # spaced.
     power = 3 if kind == "ramp" else 1
     times = np.linspace(freeze_p ** (1 / power), 1.0, groups)[:-1] ** power
     begins = np.maximum(np.floor(length * times + 0.5), 1)
@@ -111,7 +112,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
     allowed = "below 1 with kind 'continuous' (MindSpore's freeze_type 0)"
     hint = "A cycle would never end. Use 'interval', which freezes nothing with freeze_p=1."
     checks.require(freeze_p < 1, _WHO, "freeze_p", freeze_p, allowed, hint)
-    # The steps of a cycle that train all groups, rounded as in MindSpore.
+    # The number of steps in a cycle that train all groups, rounded as in MindSpore.
     unfrozen = int(freeze_p * (groups - 1) // (1 - freeze_p))
     if fraction is None:
         cycle = unfrozen + groups - 1
@@ -120,7 +121,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
         most = (groups - 1) / groups
         allowed = f"at most {most:.4g} with kind 'continuous' and {groups} groups"
         hint = "Each cycle has a step that trains all groups. Use 'interval' to freeze more often."
-        checks.number(_WHO, "frozen_fraction", fraction, allowed, lambda f: f <= most, hint)
+        checks.number(_WHO, "frozen_fraction", fraction, allowed, hint, most=most)
         # In floating point 1 - 0.9 < 0.1, so for ten groups ``unfrozen`` is rounded down to 0.
         unfrozen = min(max(1, unfrozen), length)
     cycle = unfrozen + groups - 1
@@ -128,7 +129,7 @@ def _continuous(groups: int, freeze_p: float, fraction: float | None, length: in
 
 
 def _interval(groups: int, freeze_p: float, length: int, seed: int | None) -> Depths:
-    """Freeze in each step before which the share of frozen steps is below ``1 - freeze_p``."""
+    """Freeze in a step if the share of frozen steps before that step is below ``1 - freeze_p``."""
     frozen, count = [False], 0
     for step in range(1, length):
         frozen.append(count / step < 1 - freeze_p)
@@ -166,7 +167,7 @@ def freeze_schedule(
 
     - ``"interval"``: frozen steps are spread evenly, each at a random depth, :math:`P(d) = (G - d)
       \big/ \tfrac12 G (G - 1)`, so small depths are most frequent. Every group is trained at some
-      steps until the end. The share of frozen steps is ``f`` within ``1/T``.
+      steps until the end. The share of frozen steps differs from ``f`` by at most ``1/T``.
     - ``"continuous"``: cycles of ``z`` steps that train all groups and one step at each depth
       ``1..G-1``, :math:`z = \lfloor (1 - f)(G - 1) / f \rfloor`. Over complete cycles the share of
       frozen steps is between ``f`` and ``f (G-1) / (G-1-f)``. A training run of fewer than ``z``
@@ -180,10 +181,10 @@ def freeze_schedule(
 
       with ``k = 1`` for ``"progressive"`` (evenly spaced) and ``k = 3`` for ``"ramp"`` (FreezeOut's
       cubic schedule: early groups freeze at short intervals, late groups at long ones). By this
-      formula the last group would freeze at step ``T``. The share of frozen steps is ``f`` within
-      ``1/T``, and every depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut also anneals the
-      learning rate of each layer until the layer freezes; ``freeze_schedule`` does not change the
-      learning rate.
+      formula the last group would freeze at step ``T``. The share of frozen steps differs from
+      ``f`` by at most ``1/T``, and every depth occurs if :math:`T (c_2^k - c_1^k) \ge 2`. FreezeOut
+      also anneals the learning rate of each layer until the layer freezes; ``freeze_schedule`` does
+      not change the learning rate.
 
     ``"interval"`` and ``"continuous"`` are the first ``T`` steps of MindSpore's freeze types 1 and
     0 with ``freeze_p = 1 - f``. With one group, or with ``f = 0``, no group is ever frozen. If
@@ -246,11 +247,11 @@ def freeze_schedule(
         hint = "freeze_p is the share of steps that train all groups, 1 - frozen_fraction."
         checks.absent(_WHO, "frozen_fraction", frozen_fraction, "left out with freeze_p", hint)
         hint = "0.7 trains all groups on about 70% of steps, and freezes a prefix on other steps."
-        share = checks.number(_WHO, "freeze_p", freeze_p, "in [0, 1]", lambda p: 0 <= p <= 1, hint)
+        share = checks.number(_WHO, "freeze_p", freeze_p, "in [0, 1]", hint, least=0, most=1)
         return FreezeSchedule(kind, total_steps, None, seed, float(share))
     fraction = 0.3 if frozen_fraction is None else frozen_fraction
     hint = "0.3 freezes a prefix on about 30% of steps."
-    checks.number(_WHO, "frozen_fraction", fraction, "in [0, 1)", lambda p: 0 <= p < 1, hint)
+    checks.number(_WHO, "frozen_fraction", fraction, "in [0, 1)", hint, least=0, below=1)
     return FreezeSchedule(kind, total_steps, float(fraction), seed)
 
 
@@ -275,8 +276,8 @@ class Plan:
         self.depths = schedule.depths(groups)
         self.drawn = tuple(int(depth) for depth in np.unique(self.depths))
         self._labels, self._repeat = labels, repeat
-        # The end of the table counts as a change, because the schedule may repeat, and the first
-        # depth may differ from the last depth.
+        # The end of the table counts as a change: if the schedule repeats, the first depth follows,
+        # which may differ from the last depth.
         self.changes = np.append(np.flatnonzero(np.diff(self.depths)) + 1, len(self.depths))
 
     def active(self, depth: int) -> PyTree:
@@ -284,11 +285,11 @@ class Plan:
         return jax.tree.map(lambda group: group >= depth, self._labels)
 
     def index(self, depth: jax.Array) -> jax.Array:
-        """Return the traced position of a depth in ``drawn``."""
+        """Return the position of a depth in ``drawn`` as a traced integer."""
         return jnp.searchsorted(jnp.asarray(self.drawn, jnp.int32), depth).astype(jnp.int32)
 
     def at(self, steps: jax.Array) -> jax.Array:
-        """Return the traced depth after ``steps`` applied steps; after the end, the last depth."""
+        """Return the depth after ``steps`` applied steps, traced; after the end, the last depth."""
         length = len(self.depths)
         index = steps % length if self._repeat else jnp.minimum(steps, length - 1)
         # The table is a constant of the program, one byte per step.

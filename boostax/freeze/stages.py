@@ -61,7 +61,7 @@ def staged(fn: Callable[[], PyTree], levels: Sequence[int], index: jax.Array) ->
     for level, (inputs, outputs, operations) in _stages(jaxpr, levels):
         stage = jaxprs.jaxpr_as_fun(excerpt(inputs, outputs, operations))
         arguments = [values[var] for var in inputs]
-        # A stage that every depth needs is not put into a branch.
+        # A stage that every index needs is not put into a branch.
         is_last = level == max(levels)
         results = stage(*arguments) if is_last else _or_zeros(index <= level, stage, arguments)
         values.update(zip(outputs, results, strict=True))
@@ -91,10 +91,10 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
                 known[atom] = max(known.get(atom, NEVER), level)
 
     need(jaxpr.outvars, levels)
-    # Results that no index needs are not outputs of a stage.
+    # Results with the level ``NEVER`` are not outputs of a stage.
     used = {x for x, level in known.items() if level > NEVER}
     # An equation with a body has one level, so bodies are not searched.
-    for eqn, _ in reversed([*interpret.equations(jaxpr, enter=lambda eqn, context: ())]):
+    for eqn, _ in reversed(interpret.equations(jaxpr, enter=lambda eqn, context: ())):
         level = max((known.get(x, NEVER) for x in eqn.outvars), default=NEVER)
         # Operations with effects always run. Operations on PRNG keys run too, because keys have no
         # zero. JAX counts the axis name of a collective as an effect, but this effect is not
@@ -112,8 +112,8 @@ def _stages(jaxpr: jaxprs.Jaxpr, levels: Sequence[int]) -> list[tuple[int, _Stag
         made = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
         read = (x for eqn in eqns for x in eqn.invars if not isinstance(x, jaxprs.Literal))
         inputs = list(dict.fromkeys(x for x in read if x not in made))
-        # The inputs of a stage are outputs of stages with larger indices, which this loop
-        # reaches later.
+        # The inputs of a stage are outputs of stages with higher levels, which this loop reaches
+        # later.
         stages.insert(0, (level, (inputs, [x for x in made if x in used], eqns)))
         used.update(inputs)
     return stages

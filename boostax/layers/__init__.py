@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacked layers, which a step gathers, reduces or updates one by one in the backward loop.
 
-``boostax.train`` exports the public names. Its ``__init__.py`` has the only import of this package.
-Without that line and this folder, everything else works.
+``boostax.train`` exports the public names. Only ``boostax/train/__init__.py`` imports this package.
+Without that import and this folder, everything else works.
 """
 
 from boostax.layers.oracle import Layers as Layers

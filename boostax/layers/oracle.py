@@ -57,8 +57,7 @@ class LayeredOracle(Oracle):
         hint = "Each replica gathers shards of the layers from other replicas."
         got = "different per replica" if is_per_replica(params) else None
         checks.absent(_WHO, "params", got, "equal on all replicas with layers=", hint)
-        # The state of an optimizer repeats the tree of the params, which may have nodes such as NNX
-        # variables.
+        # Only an optimizer that runs in the backward loop has a ``LayersState``.
         states = opt_state.stacks if isinstance(opt_state, LayersState) else {}
         local = Gradients(PartitionSpec(self.names))
         if self.mesh is None:
@@ -95,7 +94,7 @@ class LayeredOracle(Oracle):
         return True
 
     def check(self, program: jaxprs.ClosedJaxpr, trained: PyTree) -> None:
-        """Refuse a loss that does not scan a stack, or also uses the stack's params elsewhere."""
+        """Refuse a loss that does not scan a stack or also uses the stack's params elsewhere."""
         if self.mesh is not None:
             super().check(program, trained)
         if not scan.STACKS.get():
@@ -255,7 +254,7 @@ class _Replica:
     def update(
         self, name: str, weight: Weight, layer: PyTree, grads: Arrays, finite: jax.Array
     ) -> PyTree:
-        """Add a layer's gradients to their sums, or update the layer unless it is skipped."""
+        """Add a layer's gradients to their sums, or update the layer if it is not skipped."""
         if weight is not None:
             # Without items, a mean loss is 0/0 and its gradient is NaN, so the gradient becomes 0.
             products = (g.astype(trees.wide_dtype(g)) * weight for g in grads)

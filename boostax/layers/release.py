@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from boostax._core import axes, checks, gate
-from boostax._core.describe import Stepped, describe
+from boostax._core.describe import Stepped, asked, describe
 from boostax._core.types import PyTree
 from boostax.layers.stacks import Arrays, Stacked
 from boostax.order.parts import REDUCTIONS, read, rows
-from boostax.train.compiled import asked
 from boostax.train.oracle import Gradients
 
 _WHO = "Layers"
@@ -110,7 +109,7 @@ def released(
         value = value if apply else jax.tree.map(jnp.subtract, value, params)
         return value, LayersState(new.states, rest, new.finite, state.layers_skipped + new.skipped)
 
-    # No window is open in an optimizer without gates.
+    # ``flush`` changes nothing, because an optimizer without gates has no open window.
     return gate.gated(init_fn, step_fn, lambda state, params, **extra: (params, state))
 
 

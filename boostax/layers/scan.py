@@ -133,8 +133,8 @@ class Stack:
         body = body if self.wrap is None else self.wrap(body)
         init = jax.tree.map(jnp.asarray, init)
         others = [x for x, i in zip(leaves, order, strict=True) if i is None]
-        # If ``jax.vmap`` maps one of these arrays, JAX would sum the cotangents of the accumulator
-        # over the mapped axis.
+        # If ``jax.vmap`` mapped one of these arrays, JAX would sum the cotangents of the
+        # accumulator over the mapped axis.
         hint = "Map the body instead: scan_layers(jax.vmap(body, in_axes=(0, None)), xs, layers)."
         error = _WHO, "init", "a mapped array", "outside jax.vmap", hint
         for x in (*jax.tree.leaves(init), *others):
@@ -161,7 +161,8 @@ def _scan_with_updates(
     # A ``custom_vjp`` differentiates only arguments, so the values in the closure of ``layer`` are
     # arguments of ``hoisted``.
     weights, xs = jax.eval_shape(lambda x: _at(x, 0), (stack.weights, others))
-    replay, _ = trees.trace_once(layer, init, jax.eval_shape(stack.read, weights), xs)
+    args = init, jax.eval_shape(stack.read, weights), xs
+    replay = trees.Replay(*jax.make_jaxpr(layer, return_shape=True)(*args))
     consts = [*replay.program.consts]
 
     def hoisted(consts: Arrays, *args: PyTree) -> PyTree:
@@ -192,9 +193,9 @@ def _scan_with_updates(
             total = [a + b for a, b in zip(of_consts, _floats(more), strict=True)]
             old = _at(accumulator, i)
             args = i, old, stack.update(old, grads, finite)
-            # XLA:CPU would fuse the computation of each new slice with its write, and so copy the
-            # old arrays. XLA:CPU also removes optimization barriers, so the slices pass through a
-            # branch that is always taken.
+            # XLA:CPU would fuse the computation of each new slice with the write of the slice, and
+            # would then copy the old arrays. XLA:CPU also removes optimization barriers, so the
+            # slices pass through a branch that is always taken.
             new = lax.platform_dependent(
                 *args,
                 cpu=lambda i, *x: lax.cond(i >= 0, lambda old, new: new, lambda old, new: old, *x),

@@ -17,14 +17,14 @@ from boostax._core.placement import Placement
 from boostax._core.types import PyTree
 from boostax.precision.entries import BY_ELEMENT
 from boostax.precision.policy import Policy
-from boostax.train.oracle import applied
+from boostax.train.apply import applied
 
 Path = tuple[Any, ...]
 Arrays = list[jax.Array]
 Weights = Literal["once", "by layer"]
 # The scope by which ``audit`` recognises collectives that are repeated in each layer.
 BY_LAYER = "by_layer"
-# The dimensions of a layer's array that are sharded over replica axes, and the axes.
+# The dimensions of a layer's array that are sharded over replica axes, each with these axes.
 ShardedDims = Sequence[tuple[int, tuple[str, ...]]]
 
 
@@ -144,7 +144,8 @@ class Plan:
     def sharded_state(self) -> dict[str, PyTree]:
         """Return how a layer's state is sharded over the replicas, as a tree for each stack."""
         first_states = functools.partial(self.layers.first_states, self.tx, names=self.names)
-        # The types have no shardings, because an Explicit mesh would check the shardings.
+        # Only shapes and dtypes matter here. So the types have no shardings, which JAX would check
+        # on an Explicit mesh.
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.types)
         specs = self.specs(jax.eval_shape(first_states, params))
         return jax.tree.map(lambda spec: sharded_dims(spec, self.names), specs)
@@ -167,8 +168,9 @@ class Plan:
             program = jax.make_jaxpr(lambda g, s, w: applied(self.tx, g, s, w, {}))(*args)
         highest = functools.partial(max, default=0)
 
-        # A fact is 0 for a value that all elements share, 1 for an array whose elements depend only
-        # on the same elements of the operands, else 2.
+        # A fact is 0 for a value that all elements share. It is 1 for an array in which each
+        # element depends only on the elements of the inputs at the same position. Otherwise, the
+        # fact is 2.
         def facts_of(eqn: Any, facts: list[int]) -> list[int]:
             shapes = {x.aval.shape for x in (*eqn.invars, *eqn.outvars)} - {()}
             is_elementwise = eqn.primitive.name in BY_ELEMENT and len(shapes) <= 1

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Averages of the params for any optimizer: exponential, uniform, or of the latest snapshots.
 
-If the params move randomly around a minimum, the mean of several points has a lower loss than each
-point. A decaying learning rate removes the same random movement. An average changes only in
-*applied* steps. Around a gate (a scaler or a window), ``average_params`` reads from the gate's
-state whether the step was applied. Inside a gate, the average is computed in the branch of the
-gate.
+If the params move randomly around a minimum, the mean of the params of several steps has a lower
+loss than the params of each step. A decaying learning rate also removes this random movement. An
+average changes only in *applied* steps. Around a gate (a scaler or a window), ``average_params``
+reads from the gate's state whether the step was applied. Inside a gate, the average is computed in
+the branch that the gate runs in applied steps.
 
-Exponential and uniform averages share one formula, where :math:`p_n` are the :math:`n`-th sampled
-params:
+Exponential and uniform averages share one formula for the average :math:`a_n`, with weights
+:math:`w_n` and the :math:`n`-th sampled params :math:`p_n`:
 
 .. math:: a_n = a_{n-1} + w_n\,(p_n - a_{n-1}), \qquad w_1 = 1
 
@@ -32,7 +32,7 @@ from jax import lax
 from jax.tree_util import KeyPath, tree_map_with_path
 from jax.typing import DTypeLike
 
-from boostax._core import checks, gate, mismatch, protocols, replicas, trees, types
+from boostax._core import checks, gate, protocols, replicas, trees, types
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 
@@ -69,14 +69,14 @@ class AverageParamsState(NamedTuple):
 def _sampled(
     state: AverageParamsState, inner: PyTree, due: jax.Array, new: Callable, weight: Callable | None
 ) -> PyTree:
-    """Return ``state.averages``, in which the new params are included if ``due``."""
+    """Return ``state.averages``, with the new params as one more sample if ``due``."""
 
     def add(average: jax.Array, p: jax.Array) -> jax.Array:
         p = p.astype(average.dtype)
         if weight is None:
             return lax.dynamic_update_index_in_dim(average, p, state.averaged % len(average), 0)
         n = (state.averaged + 1).astype(average.real.dtype)
-        # The first params overwrite the average, so a NaN before them has no effect.
+        # The first sampled params overwrite the average, so a NaN in the old average has no effect.
         return jnp.where(state.averaged == 0, p, average + weight(n) * (p - average))
 
     def write() -> Stepped:
@@ -101,8 +101,8 @@ def average_params(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Average the params in the state; ``averaged_params`` reads the average.
 
-    The params are sampled after the applied steps :math:`\text{start} + 1 + i \cdot \text{every}`,
-    counted from 1. The n-th sample gives
+    The params are sampled after applied step :math:`\text{start} + 1`, and then after each further
+    ``every`` applied steps. The n-th sample gives
 
     .. math::
       \text{ema: } a_n = a_{n-1} + \tfrac{1-d}{1-d^n}\,(p_n - a_{n-1}), \quad
@@ -110,15 +110,15 @@ def average_params(
       \text{lawa: } a_n = \tfrac1k \sum_{i<k} p_{n-i}
 
     with the decay :math:`d` and the size :math:`k`. ``"ema"`` is ``optax.ema`` of the params, with
-    bias correction. ``"window"`` is the mean of all params since ``start``, and stores only one
-    copy. Use ``"window"`` for the last steps of a run with a known length. ``"lawa"`` is the mean
-    of the latest ``size`` snapshots, or of all snapshots if there are fewer. Before the first
-    sample, ``averaged_params`` returns the params.
+    bias correction. ``"window"`` is the mean of all samples, and stores only one copy. Use
+    ``"window"`` for the last steps of a run with a known length. ``"lawa"`` is the mean of the
+    latest ``size`` snapshots, or of all snapshots if there are fewer. Before the first sample,
+    ``averaged_params`` returns the params.
 
     Put ``average_params`` around any optimizer or gate, or inside gates. Around
     ``boostax.precision.store``, ``average_params`` averages the f32 masters. A step that an inner
     or outer gate skips leaves the average unchanged bit for bit. The average is cheapest directly
-    around the optimizer, where it shares the optimizer's loop:
+    around the optimizer, because one loop over the elements then computes update and average, as in
     ``dynamic_loss_scale(average_params(adamw(1e-3)))``.
 
     Args:
@@ -138,8 +138,8 @@ def average_params(
       reads the params and the copy, and writes the copy; with ``"lawa"``, it reads the params and
       writes one snapshot. Other steps cost nothing. The write is in place on CPU, TPU v5e and H100,
       except on CPU between a scaler and a window, where the write needs a copy of the params.
-      Around a gate, the pure ``update`` needs one more copy of the params than without
-      ``average_params``.
+      Around a gate, ``update`` (in place of ``boostax.apply_gradients``) needs one more copy of the
+      params than without ``average_params``.
 
     Raises:
       ValueError, TypeError: an argument out of range, or an argument of another ``kind``; at
@@ -163,7 +163,7 @@ def average_params(
         checks.absent(_WHO, name, unused, allowed, f"Only kind={only!r} uses {name}.")
     decay = 0.999 if decay is None else decay
     slots = 5 if size is None else size
-    checks.number(_WHO, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.999 is the default.")
+    checks.number(_WHO, "decay", decay, "in (0, 1)", "0.999 is the default.", above=0, below=1)
     checks.positive_int(_WHO, "size", slots, "size is the number of snapshots; 5 is usual.")
     checks.positive_int(_WHO, "every", every, "every is a number of applied steps between samples.")
     checks.natural(_WHO, "start", start, "start is a number of applied steps before sampling.")
@@ -188,7 +188,8 @@ def average_params(
         return AverageParamsState(jnp.int32(0), jnp.int32(0), averages, inner_state)
 
     def after(state: AverageParamsState, inner: PyTree, moved: jax.Array, new: Callable) -> PyTree:
-        # If every step is sampled, XLA fuses a branch on ``moved`` with the optimizer's branch.
+        # If every step is sampled, the condition is ``moved`` itself: XLA then fuses this branch
+        # with the optimizer's branch.
         due = moved & (state.steps >= start) if start else moved
         due = due & ((state.steps - start) % every == 0) if every > 1 else due
         averages = _sampled(state, inner, due, new, weight)
@@ -240,11 +241,11 @@ def averaged_params(params: types.Params, opt_state: PyTree) -> types.Params:
       [1.0, 1.0]
     """
     who = "averaged_params"
-    mismatch.require_order(who, "averaged_params(params, opt_state)", params=params)
+    trees.require_order(who, "averaged_params(params, opt_state)", params=params)
     hint = "Put boostax.model.average_params around the optimizer."
     state = trees.state_of(who, opt_state, AverageParamsState, hint)
     params = trees.arrays(params)
-    # A module also has leaves that are not params.
+    # ``params`` may be a module, which also has leaves that are not params.
     averages = dict(trees.named(state.averages))
     odd = sorted(averages.keys() - trees.names(params))
     hint = "Pass the params of the optimizer, or the module of these params."

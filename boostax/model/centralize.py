@@ -30,7 +30,7 @@ def centralized(g: jax.Array, dims: tuple[int, ...], multiple_of: int = 1) -> ja
     """Subtract the mean over ``dims``.
 
     The gradient stays unchanged if each mean is over one element, or if ``multiple_of`` does not
-    divide the size of the last dimension.
+    divide the size of the last of these dimensions.
     """
     sizes = [g.shape[dim] for dim in dims]
     if math.prod(sizes) < 2 or sizes[-1] % multiple_of:
@@ -69,45 +69,46 @@ def centralize_gradients(
 
     Centralization projects the gradient so that the sum of the weights into each unit stays
     constant. With SGD, with or without momentum, the sum stays constant wherever
-    ``centralize_gradients`` is in the chain; with Adam, only after ``scale_by_adam``. The
-    projection is linear, so it may precede or follow a mean over replicas or micro-batches. Weight
-    decay may come before or after ``centralize_gradients``.
+    ``centralize_gradients`` is in the chain; with Adam, only if ``centralize_gradients`` comes
+    after ``scale_by_adam``. The projection is linear, so it may precede or follow a mean over
+    replicas or micro-batches. Weight decay may come before or after ``centralize_gradients``.
     ``chain(add_decayed_weights(w), centralize_gradients(), ...)`` also centralizes the decay, as
     MindSpore does; in the other order, or with decoupled decay, the decay is unchanged.
 
-    ``"auto"`` follows a layout. In Flax's layout all axes but the last are inputs: ``(in, out)``,
-    ``HWIO`` and the attention's ``out`` of ``(heads, head_dim, out)``; if a kernel named ``query``,
-    ``key`` or ``value`` has three axes, only the first axis is an input. In Haiku's layout, the
-    kernel of a module whose name contains ``transpose`` is ``(H, W, out, in)``. In the layouts of
-    Equinox and PyTorch, kernels are called ``weight``, and all axes but the first are inputs:
-    ``(out, in)``, ``OIHW``; kernels of PyTorch's transposed convolutions are ``(in, out, H, W)``.
-    Modules of ``equinox.nn``, also stacked modules, are recognised by their class. Vectors,
-    scalars, embedding tables, and leaves whose names end with ``bias`` or ``scale`` stay unchanged.
-    Every leaf with a single input stays unchanged with any rule, because its centralized gradient
-    would be zero.
+    With ``"auto"``, the layout of the kernels decides which axes are inputs. In Flax's layout these
+    are all axes but the last: ``(in, out)``, ``HWIO``, and ``(heads, head_dim, out)`` of
+    attention's ``out``. If a kernel of ``query``, ``key`` or ``value`` has three axes, only the
+    first axis is an input. In Haiku's layout, the kernel of a module whose name contains
+    ``transpose`` is ``(H, W, out, in)``. In the layouts of Equinox and PyTorch, kernels are called
+    ``weight``, and all axes but the first are inputs: ``(out, in)``, ``OIHW``; kernels of PyTorch's
+    transposed convolutions are ``(in, out, H, W)``. Modules of ``equinox.nn`` are recognised by
+    their class, even if they are stacked. Vectors, scalars, embedding tables, and leaves whose
+    names end with ``bias`` or ``scale`` stay unchanged. Every leaf with a single input stays
+    unchanged with any rule, because its centralized gradient would be zero.
 
     Args:
       multiple_of: centralize only kernels in which the size of the last averaged axis, the input
-        channels, is a multiple of this number. MindSpore's is 16.
+        channels, is a multiple of this number, which is 16 in MindSpore.
       layout: the library of the kernels, ``"linen"``, ``"nnx"``, ``"equinox"``, ``"haiku"`` or
         ``"torch"``. ``None`` recognises Equinox's modules, and reads other trees in Flax's layout.
         Outside of ``equinox.nn``, ``None`` refuses a matrix called ``weight``, whose outputs may be
         first or last.
-      axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function
-        that returns a rule, called with a leaf's path name and the leaf. A pattern is an
-        ``fnmatch`` on path names (the name of a module matches all leaves in it). The first
-        matching pattern decides, and leaves without a match follow ``"auto"``. No pattern changes
-        biases, scales and vectors. A rule is an axis, a tuple of axes, ``None`` for no axes,
-        ``"auto"``, or ``"stacked"``, which is ``"auto"`` after one leading axis of layers
+      axes: the axes to average over: ``"auto"``; a dict of patterns and rules; or a function that
+        returns a rule, called with a leaf's path name and the leaf. A pattern is an ``fnmatch`` on
+        path names (the name of a module matches all leaves in it). The first matching pattern
+        decides, and leaves without a match follow ``"auto"``. Biases, scales and vectors stay
+        unchanged even if a pattern matches them. A rule is an axis, a tuple of axes, ``None`` for
+        no axes, ``"auto"``, or ``"stacked"``, which is ``"auto"`` after one leading axis of layers
         (``flax.linen.scan``).
 
     Returns:
       A stateless transformation; ``optax.masked`` applies it to some of the params. Means are
-      computed in f32 or wider, and the result has the gradient's dtype, with saturation. In plain
-      ``jit`` the means are over global arrays, for any sharding; inside your own ``jax.shard_map``,
-      the means are over shards. Cost: no state; one more read of the gradients, and on XLA:CPU (not
-      on TPU v5e and H100) one write of the gradients before Adam. A leaf that is sharded along its
-      inputs sends one mean, f32 or wider, for each output unit; other leaves send nothing.
+      computed in f32 or wider, and the result is cast to the gradient's dtype with saturation. In
+      plain ``jit`` the means are over global arrays, for any sharding; inside your own
+      ``jax.shard_map``, the means are over shards. Cost: no state; one more read of the gradients,
+      and on XLA:CPU (not on TPU v5e and H100) one write of the gradients before Adam. A leaf that
+      is sharded along its inputs sends one mean, f32 or wider, for each output unit; other leaves
+      send nothing.
 
     Raises:
       ValueError, TypeError: an argument out of range. At ``init``, a pattern that matches nothing,
@@ -154,7 +155,7 @@ def centralize_gradients(
 
     def init_fn(params: PyTree) -> optax.EmptyState:
         names = trees.names(params)
-        # A pattern may match only masked params.
+        # If params are masked, a pattern may match only masked params, so patterns are not checked.
         masked = any(map(trees.is_masked, trees.nodes(params)))
         for pattern in patterns if names and not masked else ():
             valid = any(matches(name, pattern) for name in names)

@@ -46,7 +46,7 @@ def clip_by_global_norm(
       [[0.6000000238418579], [0.800000011920929]]
     """
     who = "clip_by_global_norm"
-    checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
+    checks.number(who, "max_norm", max_norm, "greater than 0", "1.0 is usual.", above=0)
     names = axes.canonical(who, shard_axes)
 
     @describe(who, "norm clip", names)
@@ -92,7 +92,7 @@ def adagc(
     In the first ``warmup`` steps the whole gradient is clipped by its global norm, :math:`u = g
     \min(1, c / \lVert g \rVert)`, and :math:`\gamma_i` is the least :math:`\lVert u_i \rVert` so
     far. A leaf whose running norm is zero is not clipped. In a loop over layers
-    (``boostax.train.Layers``), the warm-up clips each leaf to :math:`c`.
+    (``boostax.train.Layers``), the warm-up clips each layer's leaf to the norm :math:`c`.
 
     Put ``adagc`` after the reduction, and inside a gate that skips gradients that are not finite.
     Without a gate, ``adagc`` returns such gradients, and its state stays unchanged. In plain
@@ -126,10 +126,10 @@ def adagc(
       https://arxiv.org/abs/2502.11034, 2025.
     """
     who = "adagc"
-    checks.number(who, "factor", factor, "at least 1", lambda x: x >= 1, "1.05 is the default.")
-    checks.number(who, "decay", decay, "in (0, 1)", lambda x: 0 < x < 1, "0.98 is the default.")
+    checks.number(who, "factor", factor, "at least 1", "1.05 is the default.", least=1)
+    checks.number(who, "decay", decay, "in (0, 1)", "0.98 is the default.", above=0, below=1)
     checks.positive_int(who, "warmup", warmup, "warmup is a number of steps; 100 is the default.")
-    checks.number(who, "max_norm", max_norm, "greater than 0", lambda x: x > 0, "1.0 is usual.")
+    checks.number(who, "max_norm", max_norm, "greater than 0", "1.0 is usual.", above=0)
 
     def init_fn(params: PyTree) -> AdaGCState:
         return AdaGCState(jnp.int32(0), jax.tree.map(lambda _: jnp.float32(jnp.inf), params))

@@ -65,7 +65,7 @@ class Kernels:
     @functools.cached_property
     def layout(self) -> Layout:
         """The layout of the tree, an element of the table."""
-        modules = self.name is None and trees.find(self.tree, lambda x: bool(_classes(x)))
+        modules = self.name is None and any(map(_classes, trees.state_nodes(self.tree)))
         return LAYOUTS["equinox" if modules else self.name or "linen"]
 
     def is_vector(self, path: KeyPath, ndim: int) -> bool:
@@ -129,6 +129,6 @@ def _classes(node: object, within: str = "") -> set[str]:
 def _parts(path: KeyPath) -> list[str]:
     """Return the components of a path, without the ``value`` of an NNX variable or a Flax box.
 
-    Modules of Haiku have slashes in their names, and state dicts of PyTorch have dots.
+    Names of Haiku's modules are split at slashes, and keys of PyTorch's state dicts at dots.
     """
     return re.split("[/.]", "/".join(trees.plain_path(path)))

@@ -2,15 +2,15 @@
 """Keep only the last BatchNorm of each residual branch, and normalise the head.
 
 A BatchNorm reads its input twice in the forward pass and twice in the backward pass, and stores the
-input between the passes. One norm per branch is enough to fix the variance of the sum. Each other
-norm costs as much, and has no such benefit. Kernels are not rescaled, so the result is another
-architecture and must be trained from scratch.
+input between the passes. One norm per branch is enough to fix the variance of the sum of branch and
+shortcut. Each other norm of the branch costs as much without this benefit. Kernels are not
+rescaled, so the result is another architecture and must be trained from scratch.
 
 The model is traced with a mark in place of every BatchNorm. In the traced program each value has
 *nodes*: the inputs, products (convolution, matrix product) and norms from which it is computed. If
 values are added or concatenated, nodes that all operands share lie before the fork, and the
-remaining nodes of an operand form the branch of this operand. Names, classes and the order of
-operands are not used.
+remaining nodes of an operand form the branch of this operand. The choice of norms does not depend
+on names, on classes or on the order of operands.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Flow(NamedTuple):
     Attributes:
       nodes: all nodes from which the value is computed.
       norms: the norms from which the value is computed without another norm in between.
-      sites: the last nodes before the value that are not inputs.
+      sites: the last nodes before the value, except inputs.
     """
 
     nodes: Nodes = frozenset()
@@ -123,7 +123,8 @@ def examine(
 
     - a norm in the branch is kept if no other norm follows before the end;
     - a norm on the shortcut is removed if a sum ends the branch and the branch has a norm. At a
-      concatenation the norm is kept, because no other norm normalises the shortcut's channels.
+      concatenation, a norm on the shortcut is kept, because no other norm normalises the shortcut's
+      channels.
 
     If a norm is in several branches, the end of the innermost branch decides. A norm outside all
     branches is kept. Bodies of loops, branches, ``jit`` and ``remat`` are read, too; a loop's body
@@ -151,7 +152,8 @@ def examine(
     def results(eqn: jaxprs.JaxprEqn, inputs: list[Flow]) -> list[Flow]:
         name = eqn.primitive.name
         if name in _ENDS:
-            # An inner branch ends first, so its verdicts are kept.
+            # An inner branch ends before its outer branch, so the outer branch does not overwrite
+            # existing verdicts.
             verdicts.update(_ended(name, [flow for flow in inputs if flow.nodes]) | verdicts)
         result = _union(inputs)
         label = str(eqn.params.get("name"))
@@ -216,17 +218,17 @@ def less_bn(
 ) -> tuple[Any, LessBNReport]:
     """Return a Flax model with fewer BatchNorms and a normalised head, and a report.
 
-    By default, the data flow of the traced model decides. If a residual branch ends in a sum or a
-    concatenation, the last norm of the branch stays. The other norms of the branch are removed, and
-    so are norms on the shortcut of a sum. Norms outside such branches stay, as in stems, plain
-    stacks and transitions. The rule covers basic and bottleneck blocks with and without
-    downsampling, inverted residuals, dense blocks and pre-activation. The tree of variables has no
-    params and statistics of removed norms. The norms are chosen once, for all later calls in
-    training and evaluation.
+    By default, the data flow of the traced model decides which norms are removed. If a residual
+    branch ends in a sum or a concatenation, the last norm of the branch stays. The other norms of
+    the branch are removed, and so are norms on the shortcut of a sum. Norms outside such branches
+    stay, as in stems, plain stacks and transitions. The rule covers basic and bottleneck blocks
+    with and without downsampling, inverted residuals, dense blocks and pre-activation. The tree of
+    variables has no params and statistics of removed norms. The norms are chosen once, for all
+    later calls in training and evaluation.
 
     With ``normalized_head`` the Dense that computes the model's output becomes ``y = m (x / |x|) (W
-    / |W_column|)`` with a trained scalar m and no bias: a ``NormalizedDense``. Both changes
-    invalidate trained params: train from scratch.
+    / |W_column|)`` with a trained scalar m and no bias: a ``NormalizedDense``. Removed norms and a
+    new head invalidate trained params, so train from scratch.
 
     Args:
       module: a linen ``nn.Module`` or an NNX ``nnx.Module``.
@@ -236,8 +238,8 @@ def less_bn(
       remove: None for the rule above; or path patterns such as ``["block_*/norm_1"]``, in which *
         matches any text, and a module's name matches all norms in the module; or a function that
         returns whether to remove a BatchNorm, from its path and the decision of the rule.
-      multiplier: initial value of m. MindSpore's is 1. With 1, no logit exceeds 1 until m has
-        grown.
+      multiplier: initial value of m, which is 1 in MindSpore. With 1, no logit exceeds 1 until m
+        has grown.
       **kwargs: like ``args``.
 
     Returns:
@@ -285,10 +287,10 @@ def changed(
     multiplier: float = 1.0,
     strict: bool = True,
 ) -> tuple[Any, LessBNReport]:
-    """Return the result of ``less_bn``; unless ``strict``, a model may stay unchanged."""
+    """Return the result of ``less_bn``; if not ``strict``, the result may be an unchanged model."""
     with checks.needing(_WHO, "Flax", "workloads"):
         from boostax.model import less_bn_flax as flax
-    checks.number(_WHO, "multiplier", multiplier, "positive", lambda m: m > 0, "1 is the default.")
+    checks.number(_WHO, "multiplier", multiplier, "positive", "1 is the default.", above=0)
     allowed = "a flax.linen.Module or flax.nnx.Module that less_bn has not changed yet"
     hint = "Pass the original model. To remove other norms, pass remove=."
     valid = isinstance(module, flax.Model) and not isinstance(module, flax.LessBN)
@@ -308,7 +310,7 @@ def changed(
 
 
 def _chosen(norms: tuple[Norm, ...], remove: Remove) -> tuple[Norm, ...]:
-    """Return the norms with the verdicts of the argument ``remove``."""
+    """Return the norms, removed or kept as the argument ``remove`` decides."""
     if callable(remove):
         chosen = [(x.path, bool(remove(x.path, x.removed))) for x in norms]
         return tuple(Norm(x, goes, f"remove says {'so' if goes else 'no'}") for x, goes in chosen)

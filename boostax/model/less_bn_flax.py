@@ -51,7 +51,7 @@ class LessBN(nn.Module):
                 return x if path in self.removed else result()
             same = {name: getattr(layer, name) for name in _SAME}
             start = nn.initializers.constant(self.multiplier)
-            # In the Dense's own scope the path of the kernel does not change.
+            # With the scope of the ``Dense`` as ``parent``, the path of the kernel does not change.
             return NormalizedDense(multiplier_init=start, parent=layer.scope, **same)(x)
 
         with _intercepted(replaced, len(self.path)):
@@ -101,7 +101,10 @@ def _marked(paths: list[str], layer: Layer, path: str, x: jax.Array, result: Cal
 
 @functools.cache
 def _marking_class(cls: type) -> type:
-    """Make a subclass whose call marks the trace; cached, because NNX keeps all classes alive."""
+    """Make a subclass of a layer's class whose calls insert marks in the trace.
+
+    The result is cached, because NNX keeps all classes alive.
+    """
 
     def call(self: Any, x: jax.Array, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         call_of = functools.partial(cls.__call__, self, x, *args, **kwargs)

@@ -25,8 +25,8 @@ def unit(x: jax.Array, axis: int) -> jax.Array:
     """Return ``x / |x|`` along ``axis``, in f32 or wider; a vector of zeros stays zero.
 
     The vector is first divided by its largest magnitude, so no square over- or underflows. At a
-    zero vector the quotient has no derivative, and the cotangent passes unchanged. So a kernel that
-    starts at zero is trained, and no gradient is NaN.
+    zero vector the quotient has no derivative, so the cotangent passes unchanged. Then a kernel
+    that starts at zero is trained, and no gradient is NaN.
     """
     x = x.astype(trees.wide_dtype(x))
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True))

@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find parts of a chain in a wrong order or with a wrong setting, as ``orders.toml`` lists them."""
+"""Refuse a wrong order of parts, or warn of it, wherever boostax gets a chain or its state.
 
+Optax is not patched, so each function of boostax checks what it gets. A chain is read part by part.
+The state of a chain has the states of the parts, in the order of the parts. A chain is refused if a
+finding makes every run wrong. Any other finding is reported by one warning. ``orders.toml`` lists
+the wrong orders and wrong settings.
+"""
+
+import contextlib
 import functools
 import itertools
 import math
+import re
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from boostax._core import checks
 from boostax._core.axes import UNNAMED
-from boostax.order.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, read, rows, sign, table
+from boostax._core.types import PyTree
+from boostax.order import parts as chain
+from boostax.order.parts import CLIPS, MEMORIES, UNKNOWN, Row, number, rows, sign, table
 
 
 class Finding(NamedTuple):
@@ -34,6 +47,82 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why} {self.fix}"
+
+
+# The findings in chains, by ``update``, and whether the chains scale the loss.
+_OF_CHAINS = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding], bool]]]()
+# For each structure of a state, the findings in states with this structure.
+_OF_STATES: dict[PyTree, list[Finding]] = {}
+# Findings of which the user was warned, each with the structure of the state or ``None``.
+_WARNED: set[tuple[str, PyTree]] = set()
+
+
+def of_chain(
+    who: str, tx: optax.GradientTransformation, names: tuple[str, ...], opt_state: PyTree = None
+) -> None:
+    """Refuse a chain that is wrong in every run, and warn of its other findings.
+
+    Args:
+      who: the function that got the chain.
+      tx: the chain.
+      names: the replica axes that ``who`` binds.
+      opt_state: the state in a loop, for which each warning is given once; or ``None``.
+    """
+    structure = None if opt_state is None else jax.tree.structure(opt_state)
+    report(who, "tx", read(tx, names)[0], structure)
+
+
+def of_state(who: str, opt_state: PyTree) -> None:
+    """Check the order of the states in a loop whose chain is not known."""
+    structure = jax.tree.structure(opt_state)
+    if structure not in _OF_STATES:
+        _OF_STATES[structure] = [*orders(rows(chain.of_state(opt_state)), bound=True)]
+    report(who, "opt_state", _OF_STATES[structure], structure)
+
+
+def read(
+    tx: optax.GradientTransformation, names: tuple[str, ...], step: Any = None
+) -> tuple[list[Finding], bool]:
+    """Return the findings in a chain, and whether the chain scales the loss; read a chain once.
+
+    If the chain scales the loss, a nonlinear backward rule is wrong. ``step`` is the train step
+    around the chain, if there is one.
+    """
+    known: dict[PyTree, tuple[list[Finding], bool]] = {}
+    with contextlib.suppress(TypeError):  # Some callables have no weak references, or no hash.
+        known = _OF_CHAINS.setdefault(tx.update, known)
+    key = names, step and (step.policy,)
+    if key not in known:
+        known[key] = findings(rows(chain.read(tx)), step, bool(names)), scales(tx)
+    return known[key]
+
+
+def of_rules(who: str, known: set[str], rules: list[str]) -> None:
+    """Warn of each nonlinear backward rule once, although a loss may be traced several times."""
+    for rule in sorted(set(rules) - known):
+        warnings.warn(f"{who}: {finding('not_linear', rule=rule)}", stacklevel=2)
+    known.update(rules)
+
+
+def report(
+    who: str,
+    argument: str,
+    listed: Iterable[Finding],
+    structure: PyTree = None,
+    stacklevel: int = 5,
+) -> None:
+    """Raise the first certain finding; warn of other findings, in a loop once per ``structure``."""
+    for item in sorted(listed, key=lambda x: not x.certain):
+        if item.certain:
+            allowed = "a chain whose parts fit each other" + " and the step" * (structure is None)
+            allowed = f"the state of {allowed}" if argument == "opt_state" else allowed
+            raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
+        # The state of a scaler does not show which factory made the scaler. So in comparisons of
+        # warnings, all factories of scalers have the same name.
+        text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
+        if structure is None or not {(text, None), (text, structure)} & _WARNED:
+            warnings.warn(f"{who}: {item}", stacklevel=stacklevel)
+        _WARNED.add((text, structure))
 
 
 def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> list[Finding]:
@@ -96,14 +185,14 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
     """
     for row in parts:
         name = row.part.name
-        # Freezing saves no work if it is inside another part.
+        # ``scheduled_freeze`` saves no work if it is inside another part.
         if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
         if row.role == "zero" and row.sides:
             yield finding("zero_in_partition", name=name)
-        # Without the axes of a reduction inside the gate, each replica would decide separately. The
-        # axes of a clip are not needed: they are axes of shards, which a gate reads from the types
-        # of the gradients.
+        # A gate without the axes of a reduction inside it would decide separately on each replica.
+        # The axes of a clip are not needed: they are axes of shards, which a gate reads from the
+        # types of the gradients.
         inside = (other for other in parts if row in other.holders and other.role not in CLIPS)
         missing = {axis for other in inside for axis in other.axes} - {*row.axes, UNNAMED}
         if missing and (row.axes or not bound) and row.role in ("scaler", "window", "carry"):
@@ -118,7 +207,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
 
 
 def directions(parts: Sequence[Row]) -> Iterator[Finding]:
-    """Yield parts on the wrong side of the learning rate's minus sign, and chains of wrong sign."""
+    """Yield parts on the wrong side of the learning rate, and chains with the wrong sign."""
     if any(row.sides for row in parts):
         return
     # Parts inside ``dim_reduce`` are not checked, because its residual optimizer itself flips the
@@ -144,7 +233,7 @@ def scales(tx: optax.GradientTransformation) -> bool:
     With a ``carry`` in the chain the result is False, because carried leaves may depend on scaled
     cotangents.
     """
-    parts = rows(read(tx))
+    parts = rows(chain.read(tx))
     scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in parts)
     return scaler and all(x.role != "carry" for x in parts)
 

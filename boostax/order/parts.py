@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the parts of a transformation and their roles, in the order that a gradient passes them.
+"""Read the parts of a transformation and their roles, in the order in which a gradient passes them.
 
 A described transformation (``boostax.describe``) names its own parts. A combinator of Optax is
 recognized by the name of its ``update``, and the parts inside are read from the closure of
 ``update``. The parts inside any other transformation are unknown.
 
-The role of a part is its effect on a gradient, which decides its position in a chain. The roles are
-listed in ``_core/describe.py``; Optax's transformations have these further roles:
+The role of a part is the part's effect on a gradient. The role decides the part's position in a
+chain. The roles are listed in ``_core/describe.py``; Optax's transformations have these further
+roles:
 
 ==================== ==========================================================================
 ``peer window``      ``optax.MultiSteps``, the peer of ``accumulate``
@@ -47,9 +48,6 @@ MEMORIES = ("momentum", "moments")
 
 table = functools.partial(checks.table, "boostax.order", "roles")
 
-# Optax's combinators that pass only some of the params on.
-_MASKS = ("masked", "partition")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
@@ -74,7 +72,7 @@ class Part:
     parallel: bool = False
 
 
-# This represents an unknown part of a combinator whose closure Optax has changed.
+# ``_HIDDEN`` represents an unknown part of a combinator whose closure Optax has changed.
 _HIDDEN = Part("(hidden)", "", "This version of Optax does not show the part")
 
 
@@ -98,8 +96,7 @@ def _part(update: Callable[..., object]) -> Part:
     if description is not None:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
-        names = (description.name, "", description.what)
-        return Part(*names, description, settings=values, inner=inner)
+        return Part(description.name, "", description.what, description, values, inner)
     if isinstance(update, functools.partial):
         return _part(update.func)
     if isinstance(update, jax.stages.Wrapped):  # by jax.jit
@@ -113,11 +110,13 @@ def _part(update: Callable[..., object]) -> Part:
     if name == "with_extra_args_support" and "tx" in values:
         return read(values["tx"])
     space = getattr(update, "__globals__", {})
-    # functools.wraps copies the name and module of the wrapped function, but not its globals.
+    # The package is read from the globals, because ``functools.wraps`` copies the name and module
+    # of the wrapped function, but not its globals.
     package = str(space.get("__name__", getattr(update, "__module__", ""))).partition(".")[0]
     what = first_line(space.get(name) if owner is None else kind)
     inner = _inner(name, values) if package == "optax" else ()
-    # The second optimizer of sam also receives gradients, and its updates are subtracted.
+    # Both optimizers of ``sam`` receive gradients, and ``sam`` subtracts the updates of the second
+    # optimizer.
     parallel = package == "optax" and name in ("partition", "sam")
     return Part(name, package, what, settings=values, inner=inner, parallel=parallel)
 
@@ -142,7 +141,7 @@ def _injected(values: Mapping[str, Any]) -> object:
     """Make a transformation in the way ``optax.inject_hyperparams`` does at every call.
 
     Optax reads the numbers from the state. In the transformation made here, each number is the
-    default, or 1.
+    argument's default, or 1 without a default.
     """
     arguments = {**values.get("other_hps", {}), **values.get("sched_hps", {})}
     try:
@@ -174,12 +173,10 @@ def of_state(state: PyTree) -> Part:
     # ``scale_by_adam``.
     name = type(state).__name__.removesuffix("State").replace("GC", "gc")
     words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
-    part = Part(words.lower(), package, "", inner=inner, parallel=words == "Partition")
-    roles = [x for x, names in table()["states"].items() if part.name in names.split()]
-    if package != "boostax" or not roles:
-        return part
-    description = Description(part.name, "", roles[0], (), {}, False)
-    return dataclasses.replace(part, description=description)
+    roles = [x for x, names in table()["states"].items() if words.lower() in names.split()]
+    is_known = package == "boostax" and roles
+    described = Description(words.lower(), "", roles[0], (), {}, False) if is_known else None
+    return Part(words.lower(), package, "", described, {}, inner, words == "Partition")
 
 
 def role(part: Part) -> str:
@@ -260,7 +257,8 @@ def rows(part: Part) -> list[Row]:
         if is_listed:
             listed.append(row)
         holders = (*row.holders, row) if is_listed else row.holders
-        masks = (*row.masks, part.name) if part.name in _MASKS else row.masks
+        # Optax's combinators that pass only some of the params on.
+        masks = (*row.masks, part.name) if part.name in ("masked", "partition") else row.masks
         for i, inner in enumerate(part.inner):
             sides = (*row.sides, (id(part), i)) if part.parallel else row.sides
             visit(Row(inner, role(inner), holders, row.wrappers + 1, sides, masks))

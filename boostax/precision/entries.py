@@ -88,9 +88,9 @@ def play(
         if eqn.primitive.name == "broadcast_in_dim":
             return [jnp.broadcast_to(operands[0], shape if aval_shape(eqn.outvars[0]) else ())]
         if eqn.primitive.name == "sign":
-            # To lower ``sign``, Pallas reads the kind of TPU from a device, so the kernel would
-            # not compile without a TPU. The product preserves NaN and -0, and flushes subnormals
-            # like the comparisons.
+            # To lower ``sign``, Pallas reads the kind of TPU from a device, so the kernel would not
+            # compile without a TPU. ``x * 0`` preserves NaN and -0, and flushes subnormal numbers
+            # as the comparisons do.
             (x,) = operands
             return [jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x * 0))]
         return [eqn.primitive.bind(*operands, **eqn.params)]
@@ -101,7 +101,7 @@ def play(
 def _on_blocks(
     program: jaxprs.ClosedJaxpr, operands: Sequence[jax.Array], known: Sequence[jax.Array] = ()
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the results on arrays cut into blocks, and the scales, unless they are ``known``."""
+    """Return the results on arrays that are cut into blocks, and scales that are not ``known``."""
     shape, inside = formats.blocked(shape_of(program))
     outside = [dim for dim in range(len(shape)) if dim not in inside]
     n = len(outside)

@@ -2,10 +2,10 @@
 """Apply a precision policy to a Flax model through the dtype of every layer.
 
 A Flax layer casts its inputs and params to the layer's ``dtype``, and a Flax norm computes in f32
-and casts only its result. So O2 sets the low dtype in every layer and stores params in f32: no
-param needs a cast outside its layer, and no norm passes f32 to the next layer. O1 does not set the
-dtype of layers. Instead, boostax rewrites the matrix products of the traced model, as in any other
-function.
+and casts only its result. So level O2 of ``boostax.policy`` sets the low dtype in every layer and
+stores params in f32: no param needs a cast outside its layer, and no norm passes f32 to the next
+layer. Level O1 does not set the dtype of layers. Instead, boostax rewrites the matrix products of
+the traced model, as in any other function.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ with checks.needing("boostax.precision.flax", "Flax", "workloads"):
 
 
 def _set_dtype(layer: Any, rules: Policy) -> None:
-    """Set the dtype in which a layer computes, or a norm returns its result, unless it is set."""
+    """Set the dtype of a layer's arithmetic or a norm's result, unless the layer has a dtype."""
     # An ``nnx.Embed`` without a dtype copies the dtype of its params.
     is_copy = isinstance(layer, nnx.Embed) and layer.dtype == layer.param_dtype
     if is_copy or (hasattr(layer, "dtype") and layer.dtype is None):
@@ -33,7 +33,7 @@ def _set_dtype(layer: Any, rules: Policy) -> None:
         class_name = type(layer).__name__
         keeps_f32 = rules.keeps(class_name) and "Norm" not in class_name
         dtype = np.dtype("float32") if keeps_f32 else rules.compute_dtype
-        # Linen freezes a bound module, but reads its dtype at each call.
+        # Linen refuses to set attributes of a bound module, but reads the dtype at each call.
         object.__setattr__(layer, "dtype", dtype)
 
 
@@ -78,8 +78,9 @@ def apply_policy(module: Any, policy: Policy | Level) -> Any:
 
     A layer without a ``dtype`` computes in the policy's ``compute_dtype``, or in f32 if
     ``keep_f32`` names the layer's class. A layer with a ``dtype`` computes in that dtype. Flax
-    computes norms in f32 and casts their result to ``compute_dtype``; O3 also stores the params of
-    norms in the low dtype. O1 instead rewrites the matrix products and convolutions of all layers.
+    computes norms in f32 and casts their results to ``compute_dtype``. Level O3 of ``policy`` also
+    stores the params of norms in the low dtype. Level O1 sets no dtypes, but rewrites the matrix
+    products and convolutions of all layers.
 
     Args:
       module: a linen ``nn.Module``, or an NNX ``nnx.Module``.

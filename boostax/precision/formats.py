@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-bit formats of arrays with random rounding: bf16, and 8 bits in blocks, linear or log.
+"""Low-bit formats with random rounding: bf16, and 8-bit codes in blocks, linear or logarithmic.
 
-A number between two neighbours of a format is rounded to one neighbour, with probabilities that
-preserve the mean. So many small changes accumulate and are not lost. The noise is a hash of the
-element's index and a seed, so the noise needs no state and no array of random bits, and is the same
-on every mesh.
+A number between two neighbouring values of a format is rounded to one of these values, with
+probabilities that preserve the mean. So many small changes accumulate instead of being lost. The
+noise is a hash of the element's index and a seed, so the noise needs no state and no array of
+random bits, and is the same on every mesh.
 
-A format encodes and decodes element by element, given the scale of the element's block. The code
-computes on the bits of f32 as i32, because vector units of CPU, GPU and TPU all support i32.
+A format encodes and decodes element by element, given the scale of the element's block. The
+functions compute on the bits of f32 as i32, because vector units of CPU, GPU and TPU all support
+i32.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jax import lax
 
 from boostax._core import trees
 
-# At least this many elements share a scale; a row of a TPU's vector register also has 128 elements.
+# At least 128 elements share a scale, as many as are in a row of a TPU's vector register.
 BLOCK = 128
 _HALF = 0x8000
 # Bits of f32: a mask of all bits but the sign, infinity, and the step between powers of two.
@@ -42,7 +43,7 @@ def fold(seed: jax.Array | int, number: jax.Array | int) -> jax.Array:
 
 
 def seed_of(steps: jax.Array, path: tuple[Any, ...]) -> jax.Array:
-    """Return a leaf's seed in a step, from the leaf's path, which freezing does not change."""
+    """Return a leaf's seed in a step, from the leaf's path, because freezing changes no paths."""
     return fold(int32(zlib.crc32(trees.path_name(path).encode())), steps)
 
 
@@ -66,7 +67,7 @@ def index_in(shape: tuple[int, ...], strides: Sequence[int] | None = None) -> ja
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """Mix the bits so that each bit depends on all bits of ``x`` (C. Wellons' lowbias32)."""
+    """Mix bits so that each bit of the result depends on all bits of ``x`` (Wellons' lowbias32)."""
     x = (x ^ _shifted(x, 16)) * int32(0x7FEB352D)
     x = (x ^ _shifted(x, 15)) * int32(0x846CA68B)
     return x ^ _shifted(x, 16)
@@ -78,12 +79,15 @@ def _shifted(x: jax.Array, count: int) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, seed: jax.Array) -> jax.Array:
-    """Round f32 to bf16, up or down at random; infinity, NaN and finiteness are preserved."""
+    """Round f32 to bf16, up or down at random.
+
+    Infinity and NaN are unchanged, and finite values stay finite.
+    """
     return _bfloat16(x, None, boostax_draw(seed, x.shape))
 
 
 def nearest(x: jax.Array) -> jax.Array:
-    """Return the bf16 nearest to f32 ``x``; ``joined`` restores ``x`` if given the ``remainder``.
+    """Return the bf16 nearest to f32 ``x``; ``joined`` adds the ``remainder`` to restore ``x``.
 
     A tie is rounded to the bf16 of larger magnitude, because ``remainder`` must fit in an i16. A
     NaN is returned with another payload, because an addition to the bits of a NaN could change the
@@ -93,7 +97,7 @@ def nearest(x: jax.Array) -> jax.Array:
 
 
 def remainder(x: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the bits of f32 ``x`` minus those of ``high``, as i16; 0 for a too large result."""
+    """Return the i16 difference of the bits of f32 ``x`` and of ``high``; 0 if it does not fit."""
     distance = _bits(x) - _bits(high.astype(jnp.float32))
     return jnp.where((distance >= -_HALF) & (distance < _HALF), distance, 0).astype(jnp.int16)
 
@@ -107,8 +111,9 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a block; each size divides the size of the array's dimension.
 
     If ``BLOCK`` divides the last dimension, a block has ``BLOCK`` elements of this dimension, like
-    a TPU vector. Otherwise a block has at least ``BLOCK`` elements, as few as possible, and the
-    second to last dimension is the first to be cut. All blocks of an array have the same shape.
+    a TPU vector. Otherwise a block has at least ``BLOCK`` elements, as few as possible. Its
+    elements come from the second to last dimension first, then from the last dimension, and then
+    from the other dimensions. All blocks of an array have the same shape.
     """
     dims = list(reversed(range(len(shape))))
     block = [1] * len(shape)
@@ -149,7 +154,7 @@ def _bfloat16(x: jax.Array, _: None, noise: jax.Array) -> jax.Array:
     size = bits & _SIZE
     most = _INFINITE - 1
     drawn = jnp.minimum(size + _shifted(noise, 16), most) & ~0xFFFF
-    # A NaN is converted directly, which results in NaN for every payload.
+    # ``astype`` converts a NaN without random rounding, and returns NaN for every payload.
     return jnp.where(size <= most, _float(drawn | (bits & ~_SIZE)), x).astype(jnp.bfloat16)
 
 
@@ -176,13 +181,13 @@ def _log8_scale(most: jax.Array, least: jax.Array) -> jax.Array:
 def _log8(x: jax.Array, scales: jax.Array, noise: jax.Array) -> jax.Array:
     """Encode each element as zero or as a level of its block.
 
-    Each octave has six equally spaced levels, so the bits of f32 determine the level, and the
-    remainder is the probability of rounding up. The code of an element is the number of its level.
-    The level that equals the scale has the number 1. Numbers reach 127 if the code has a sign bit,
-    or 253 in a block without signs. In a block without signs, such as second moments, a nonzero
-    value below the lowest level is rounded up to that level, never to zero, because optimizers
-    divide by second moments. If an element of a block is not finite, the scale of the block is not
-    finite.
+    Each octave has six equally spaced levels, so the bits of an f32 number determine the level
+    below the number, and the other bits are the probability of rounding up. The code of an element
+    is the index of its level. The level that equals the scale has the index 1. Indices reach 127 in
+    a block with signs, whose codes have a sign bit, or 253 in a block without signs. In a block
+    without signs, such as second moments, a nonzero value below the lowest level is rounded up to
+    that level, never to zero, because optimizers divide by second moments. If an element of a block
+    is not finite, the scale of the block is not finite.
     """
     lowest = _bits(scales)
     bits = _bits(x)
@@ -215,7 +220,7 @@ class Format:
     Attributes:
       name: the key of the format in ``FORMATS``.
       dtype: dtype of the codes, which have the shape of the array; no two formats share a dtype.
-      code: ``code(x, scales, noise) -> codes``, element by element, rounded by 32 bits of noise.
+      code: ``code(x, scales, noise) -> codes``, element by element, rounded with 32 bits of noise.
       value: ``value(codes, scales) -> x``, element by element.
       scale: ``scale(most, least) -> scales`` of blocks, f32, from the two ``extremes`` of each
         block; ``None`` if the format has no scales.
@@ -244,7 +249,7 @@ class Format:
         return codec("encode", self.name, salt)(*operands), scales
 
     def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-        """Return the array of these codes and scales."""
+        """Return the array that ``codes`` and ``scales`` encode."""
         return codec("decode", self.name)(*((codes,) if scales is None else (codes, scales)))
 
 
@@ -273,8 +278,8 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
     """Return the largest magnitude, and a number that is negative if an element has a sign bit.
 
     One reduction returns both results, because XLA:CPU passes a reduction with one result to a
-    library, which needs the operand in memory. The reduction compares bits, because vector units
-    compare integers.
+    library, which needs the operand in memory. The reduction compares the bits as integers, because
+    all vector units can compare integers.
     """
     bits = _bits(x)
     zeros = (np.int32(0), np.int32(0))
@@ -282,14 +287,14 @@ def extremes(x: jax.Array, inside: tuple[int, ...]) -> tuple[jax.Array, jax.Arra
         (bits & _SIZE, bits), zeros, lambda a, b: (lax.max(a[0], b[0]), lax.min(a[1], b[1])), inside
     )
     most, least = (jnp.expand_dims(y, inside) for y in ends)
-    # The maximum equals ``most``. Without the maximum, XLA would remove ``least`` for int8, which
-    # does not use ``least``.
+    # The maximum always equals ``most``. int8 does not use ``least``, so without the maximum XLA
+    # would remove ``least`` from the reduction.
     return _float(jnp.maximum(most, least)), least
 
 
 @functools.cache
 def codec(work: str, kind: str, salt: str = "") -> Callable[..., jax.Array]:
-    """Return a step on complete arrays, which programs call by its name, a key of ``CODECS``."""
+    """Return a step on complete arrays; its name in a traced program is a key of ``CODECS``."""
     form = FORMATS[kind]
     factor = int32(zlib.crc32(salt.encode()) | 1)
 
@@ -321,5 +326,5 @@ def boostax_draw(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 draw = jax.jit(boostax_draw, static_argnums=1)
-# The steps, keyed by the names of their calls in a traced program.
+# The codec of each step, by the name of the step's calls in a traced program.
 CODECS = {"boostax_draw": Codec("draw", lambda index, seed: _hash(index ^ seed))}

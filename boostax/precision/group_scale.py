@@ -11,10 +11,10 @@ cotangent of a value that is computed in group ``o`` and used in group ``i`` arr
 s_i``, a power of two, which is exact. The forward pass is unchanged.
 
 References:
-  ``mindspore.boost.GroupLossScaleManager``, MindSpore 2.10, has the same factors, and the same
-  ratio of scales at a boundary. MindSpore unscales by the scale *after* the update, and has no
-  smallest or largest scale. Zhao et al., Adaptive Loss Scaling for Mixed Precision Training,
-  https://arxiv.org/abs/1910.12385, 2019: scales per layer.
+  ``mindspore.boost.GroupLossScaleManager``, MindSpore 2.10, multiplies scales by the same factors,
+  and has the same ratio of scales at a boundary. MindSpore unscales by the scale *after* the
+  update, and has no smallest or largest scale. Zhao et al., Adaptive Loss Scaling for Mixed
+  Precision Training, https://arxiv.org/abs/1910.12385, 2019: scales per layer.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,8 @@ class GroupLossScaleState(NamedTuple):
     """State of ``group_loss_scale``, for G groups.
 
     Attributes:
-      table: f32 ``[G]``, the entries that the factors multiply; a group's scale is the largest
-        power of two that does not exceed its entry.
+      table: f32 ``[G]``, the entries that ``growth_factor`` and ``backoff_factor`` multiply; a
+        group's scale is the largest power of two that does not exceed its entry.
       largest: f32 ``[G]``, largest unscaled magnitude in the group's last finite, nonzero gradient;
         0 until the group has such a gradient.
       overflow_group: i32, the group blamed for the last skipped step; -1 before the first skip.
@@ -77,7 +77,7 @@ class GroupLossScaleState(NamedTuple):
         bits = jax.lax.bitcast_convert_type(self.table, jnp.int32)
         return jax.lax.bitcast_convert_type(bits & ~0x7FFFFF, jnp.float32)
 
-    # The loss has the scale of the last group.
+    # The loss is multiplied by the scale of the last group.
     scale = property(lambda x: x.scales[..., -1], doc="The scale of the last group, f32.")
     scale_array = scale_array
     inner_ran = gradient_used = gate.flag
@@ -227,9 +227,9 @@ def group_loss_scale(
       headroom: for ``"measure"``, from 1 to 2**16: the ratio of 2**16 to the largest scaled
         gradient. This margin allows for noisy batches, and for cotangents of activations that are
         larger than the gradients.
-      axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
-        be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if a part inside reduces; outside a train step, no axis is used.
+      axis_name: replica axis (or axes) over which replicas agree whether all gradients are finite.
+        Gradients must then be *local*; see ``boostax.train.local_params``. With ``None``, a train
+        step supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``GroupLossScaleState``. Cost: 8 bytes per group; one read of the
@@ -260,8 +260,8 @@ def group_loss_scale(
     for first in scales if np.ndim(scales) else [scales]:
         _between("init_scale", first, min_scale, max_scale, hint)
     hint = "2**(1/1000) doubles the scale in 1000 steps; 2**-0.5 halves the scale in two overflows."
-    checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, hint)
-    checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
+    checks.number(_WHO, "growth_factor", growth_factor, "greater than 1", hint, above=1)
+    checks.number(_WHO, "backoff_factor", backoff_factor, "in (0, 1)", hint, above=0, below=1)
     checks.choice(_WHO, "overflow", overflow, Overflow, "MindSpore's rule is 'each'.")
     checks.choice(_WHO, "rule", rule, Rule, "MindSpore's rule is 'trial'.")
     _between("headroom", headroom, 1.0, _TOP, "With headroom=16, scaled gradients are below 2**12.")
@@ -352,11 +352,12 @@ def check_labels(who: str, labels: PyTree) -> None:
 
 
 def _between(name: str, value: float, low: float, high: float, hint: str) -> None:
-    checks.number(_WHO, name, value, f"from {low!r} to {high!r}", lambda x: low <= x <= high, hint)
+    checks.number(_WHO, name, value, f"from {low!r} to {high!r}", hint, least=low, most=high)
 
 
-# This is a custom_jvp and not a custom_vjp, so that JAX itself transposes the product. JAX then
-# preserves the value's varying axes, its batch dimension, and its position in a scan or a remat.
+# ``_edge`` is a custom_jvp and not a custom_vjp, so that JAX itself transposes the product with
+# ``ratio``. JAX then preserves the value's varying axes, its batch dimension, and its position in a
+# scan or a remat.
 _edge = jax.custom_jvp(lambda x, ratio: x)
 
 
@@ -469,7 +470,7 @@ def check_boundaries(
     """
     who = "check_boundaries"
     checks.positive_int(who, "draws", draws, "2 is the default.")
-    checks.number(who, "rtol", rtol, "at least 0", lambda x: x >= 0, "1e-5 is the default.")
+    checks.number(who, "rtol", rtol, "at least 0", "1e-5 is the default.", least=0)
     numbers, count = group_numbers(who, labels, params)
 
     @jax.jit

@@ -65,14 +65,16 @@ def apply(
         elif x.shape[1] == shape[-1]:
             specs.append(pl.BlockSpec((ROWS, width), lambda i, j: (i, j)))
         else:
-            # Scales are passed for complete rows, because blocks of memory have 128 columns.
+            # The scales of complete rows are passed, because on a TPU, Pallas splits rows only at
+            # multiples of 128 columns.
             specs.append(pl.BlockSpec((ROWS, x.shape[1]), lambda i, _: (i, 0)))
     results = pl.pallas_call(
         functools.partial(_step, program, shape, width, [x.dtype == bool for x in operands]),
         grid=(math.prod(shape[:-1]) // ROWS, shape[-1] // width),
         in_specs=specs,
         out_specs=specs[1 : count + 1],
-        # With ``check_vma=True``, the types must contain the axes over which arrays vary.
+        # With ``check_vma=True``, the types of the results must contain the axes over which the
+        # results vary.
         out_shape=jax.eval_shape(lambda *arrays: [*arrays], *flat[1 : count + 1]),
         input_output_aliases={i + 1: i for i in range(count)},
         interpret=interpret,
@@ -108,7 +110,7 @@ def _step(
             elif ref.shape[-1] == width:
                 x = ref[at]
             else:
-                # A masked sum reads the column, because a TPU cannot slice a vector at an arbitrary
+                # A masked sum reads one column, because a TPU cannot slice a vector at an arbitrary
                 # element.
                 x = jnp.sum(jnp.where(in_column(ref), ref[...], 0), 1, keepdims=True)
             operands.append(x)
@@ -117,7 +119,8 @@ def _step(
             if codec.work == "draw":
                 return codec.compute(index + b * LANES, *operands)
             if codec.work == "measure":
-                # TPU vectors cannot reduce i32, so the extremes of rows are reduced in f32.
+                # A TPU's vector unit cannot reduce i32, so the extremes of rows are computed in
+                # f32.
                 (x,) = operands
                 size = jnp.max(jnp.where(x != x, jnp.inf, jnp.abs(x)), 1, keepdims=True)
                 signs = jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -1.0, 1.0)

@@ -3,8 +3,8 @@
 
 XLA chooses the order of the operations of an optimizer. XLA:CPU and XLA:TPU start the operations of
 all leaves, and free the temporaries of a leaf only when all leaves are written. So a leaf that
-changes element by element is one primitive, which each compiler writes in place (``entries``). The
-arrays of any other leaf are changed in separate branches whose conditions are always true. XLA
+changes element by element is one primitive, which each compiler writes in place (see ``entries``).
+The arrays of any other leaf are changed in separate branches whose conditions are always true. XLA
 frees the temporaries of a branch when the branch ends, and writes the results of a branch in place.
 """
 
@@ -23,7 +23,8 @@ from boostax._core.interpret import JIT, body_of, equations, evaluate, excerpt
 from boostax._core.types import PyTree
 from boostax.precision import entries
 
-# The leaf numbers of arrays that belong to no leaf, such as counts, and of all small params.
+# The number of the leaf for arrays that belong to no leaf, such as counts, and for all small
+# params.
 COMMON, SMALL = -1, 0
 
 
@@ -43,9 +44,9 @@ class Order:
 
 
 class _Graph:
-    """A program, and those of its values that are already computed.
+    """A program, and its values that are already computed.
 
-    Calls with one result, such as the calls of a format, are not inlined.
+    Calls with one result, such as calls that encode or decode, are not inlined.
 
     Attributes:
       inputs: variables of the arguments.
@@ -133,11 +134,11 @@ class _Graph:
     def change(
         self, indices: Sequence[int], sharding: entries.Sharding, always: jax.Array, branches: bool
     ) -> tuple[list[jax.Array] | None, jax.Array]:
-        """Return new arrays, and the condition of the next branch.
+        """Return the new arrays of a leaf, and the condition of the next branch.
 
-        The arrays are computed element by element if possible, and otherwise in a branch. They are
-        written into the buffers of the old arrays. With ``branches=False``, the result is ``None``
-        in place of arrays that need a branch.
+        The arrays are computed element by element if possible, and otherwise in a branch. The new
+        arrays are written into the buffers of the old arrays. With ``branches=False``, the result
+        is ``None`` in place of arrays that need a branch.
         """
         old = [self.inputs[i] for i in indices]
         program, args = self.program([self.outputs[i] for i in indices], old)
@@ -157,11 +158,11 @@ class _Graph:
             is_sharded = any(jax.typeof(x).sharding.spec)
             return unified, condition | ((x != 0).any() if is_sharded else x[(0,) * x.ndim] != 0)
 
-        replay, types = trees.trace_once(work, always, *args)
+        replay = trees.Replay(*jax.make_jaxpr(work, return_shape=True)(always, *args))
         return gate.branch(
             always,
             lambda *args: replay(*args),
-            lambda condition, *args: axes.unify(([*args[: len(old)]], condition), types),
+            lambda condition, *args: axes.unify(([*args[: len(old)]], condition), replay.types),
             always,
             *args,
         )
@@ -177,8 +178,8 @@ def leaf_by_leaf(
     """Return ``fn(old, *args)``, computed leaf by leaf, and array by array within a leaf.
 
     A value that is computed from several leaves and used for several leaves, such as a global norm,
-    is computed first. A value of one leaf is computed again wherever the value is used. XLA copies
-    an array that is read after it is overwritten, so choose an ``order`` without such reads.
+    is computed first. A value that is computed from one leaf is computed again for each use. XLA
+    copies an array that is read after it is overwritten, so choose an ``order`` without such reads.
 
     Args:
       fn: returns a tree of the types of ``old``.
@@ -188,7 +189,7 @@ def leaf_by_leaf(
       order: a tree like ``(old, args)`` with an ``Order`` for each array.
     """
     leaves, treedef = jax.tree.flatten(old)
-    graph = _Graph(trees.trace_once(fn, old, *args)[0].program, jax.tree.leaves((old, args)))
+    graph = _Graph(jax.make_jaxpr(fn)(old, *args), jax.tree.leaves((old, args)))
     positions: list[Order] = jax.tree.leaves(order)
     graph.learn(graph.common(positions))
     # For each leaf and each ``Order.place``, the numbers of the arrays that are written together.

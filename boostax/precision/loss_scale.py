@@ -3,12 +3,13 @@
 
 The loss is multiplied by a scale ``s`` before differentiation, so every gradient is multiplied by
 ``s`` and remains above the smallest f16 number. The gradients are divided by ``s`` in f32 before
-any other part reads the gradients. If gradients overflow because the scale is too large, the step
-is skipped and the scale is lowered. After a number of steps without overflow, the scale is raised.
+another part of the optimizer reads the gradients. If gradients overflow because the scale is too
+large, the step is skipped and the scale is lowered. After a number of steps without overflow, the
+scale is raised.
 
 References:
-  Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018.
-  MindSpore 2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager, whose scales are the same.
+  Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740, 2018. MindSpore
+  2.10, DynamicLossScaleUpdateCell and FixedLossScaleManager, which compute the same scales.
 """
 
 import functools
@@ -23,7 +24,7 @@ from jax.core import Tracer
 from boostax._core import axes, bound_axis, checks, gate, handshake, protocols, trees
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
-from boostax.order import check
+from boostax.order import findings
 
 
 def scale_array(state: PyTree) -> jax.Array:
@@ -88,11 +89,11 @@ def dynamic_loss_scale(
     With scaled gradients :math:`g_s = s\,g`, the step is
 
     .. math::
-      \text{ok} = \max|g_s| / s < 2^{48}, \qquad
-      u = \text{inner}(g_s / s) \text{ if ok, else nothing},
+      \text{ok} = \max|g_s| / s < 2^{48}, \qquad u = \text{inner}(g_s / s) \text{ if ok, else
+      nothing}.
 
-    where all replicas agree on :math:`\text{ok}`. After ``growth_interval`` steps without overflow,
-    the scale is multiplied by ``growth_factor``, unless the product would exceed ``max_scale``. The
+    All replicas agree on :math:`\text{ok}`. After ``growth_interval`` steps without overflow, the
+    scale is multiplied by ``growth_factor``, unless the product would exceed ``max_scale``. The
     ``hysteresis``-th overflow since the last interval without overflow, and every later overflow,
     multiplies the scale by ``backoff_factor``, but not below ``min_scale``. A skipped step changes
     no bit of the params or of the state of ``inner``, such as moments and the counts of schedules.
@@ -101,8 +102,8 @@ def dynamic_loss_scale(
     ``inner`` computes from finite gradients. A sparse gradient (``BCOO``) is checked by its data,
     and ``inner`` receives a dense array.
 
-    Place everything that must be skipped *inside*: ``dynamic_loss_scale(chain(clip, adamw))``. Pass
-    to ``jax.grad`` a function that returns ``scale_loss(loss, opt_state)``, or use
+    Place everything that must be skipped *inside* the scaler: ``dynamic_loss_scale(chain(clip,
+    adamw))``. Pass to ``jax.grad`` a function that returns ``scale_loss(loss, opt_state)``, or use
     ``boostax.value_and_grad``, which scales the loss. During tracing, a scaler refuses gradients of
     a loss that was not scaled.
 
@@ -117,9 +118,9 @@ def dynamic_loss_scale(
       max_scale: finite; the scale never exceeds this bound.
       hysteresis: number of overflows after which the scale is lowered; every overflow skips its
         step.
-      axis_name: replica axis (or axes) over which replicas agree on finiteness. Gradients must then
-        be *local*; see ``boostax.train.local_params``. With ``None``, a train step supplies its
-        axis if a part inside reduces; outside a train step, no axis is used.
+      axis_name: replica axis (or axes) over which replicas agree whether all gradients are finite.
+        Gradients must then be *local*; see ``boostax.train.local_params``. With ``None``, a train
+        step supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``LossScaleState``. Cost: 33 bytes of state; one read of the
@@ -157,9 +158,9 @@ def dynamic_loss_scale(
     is_valid = any(isinstance(x, Tracer) for x in limits) or min_scale <= init_scale <= max_scale
     hint = f"Change init_scale, or the limits: min_scale={min_scale!r}, max_scale={max_scale!r}."
     checks.require(is_valid, who, "init_scale", init_scale, "between min_scale and max_scale", hint)
-    checks.number(who, "growth_factor", growth_factor, "greater than 1", lambda x: x > 1, "Use 2.")
+    checks.number(who, "growth_factor", growth_factor, "greater than 1", "Use 2.", above=1)
     hint = "Use 0.5."
-    checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", lambda x: 0 < x < 1, hint)
+    checks.number(who, "backoff_factor", backoff_factor, "in (0, 1)", hint, above=0, below=1)
     hint = "growth_interval is a number of steps without overflow; 2000 is the default."
     growth_interval = checks.positive_int(who, "growth_interval", growth_interval, hint)
     hint = "With hysteresis=1, every overflow lowers the scale."
@@ -237,10 +238,11 @@ def static_loss_scale(
 def skip_bad_steps(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip each step whose gradients are not finite, and change no params and no state.
+    """Skip each step whose gradients are not finite: params and inner state stay unchanged.
 
-    This is ``static_loss_scale(inner, 1.0)``, for f32 and bf16. After several bad steps in a row,
-    ``optax.apply_if_finite`` applies a bad step, but ``skip_bad_steps`` never does.
+    ``skip_bad_steps(inner)`` is ``static_loss_scale(inner, 1.0)``, for training in f32 or bf16.
+    After several bad steps in a row, ``optax.apply_if_finite`` applies a bad step, but
+    ``skip_bad_steps`` never does.
 
     Args:
       inner: the rest of the optimizer.
@@ -294,7 +296,8 @@ def _scaled(
         checks.require_scalar(who, "scale", state.scale)
         if asks:
             require(who, state.scale, grads.raw, params)
-        # The reciprocal is split in two factors, because a number below 2**-126 is flushed to zero.
+        # The reciprocal of the scale is split into two factors, because a reciprocal below 2**-126
+        # would be flushed to zero.
         coarse = jnp.where(state.scale > 2.0**64, 2.0**-64, 1.0).astype(jnp.float32)
         unscaled = grads.times(coarse, 1.0 / (state.scale * coarse))
         ok = axes.agree(unscaled.usable(), names) if skip else jnp.asarray(True)
@@ -338,11 +341,10 @@ def scales(who: str, opt_state: PyTree) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale of the loss, and the scales of groups if the scaler has groups.
 
     Several scalers, or a scaler that some gradients bypass, are refused. The scale multiplies the
-    complete loss, so a gradient that bypasses the scaler would remain multiplied.
+    complete loss, so a gradient that bypasses the scaler would remain multiplied by the scale.
     """
-    kinds = optax.MaskedState, optax.ConditionallyTransformState
     scalers = trees.telling(opt_state, protocols.Scaler)
-    masks = trees.find(opt_state, lambda x: isinstance(x, kinds))
+    masks = trees.find(opt_state, optax.MaskedState, optax.ConditionallyTransformState)
     partial = [mask for mask in masks if trees.telling(mask, protocols.Scaler)]
     if len(scalers) > 1 or partial:
         got = f"a scaler in a {type(partial[0]).__name__}" if len(scalers) == 1 else len(scalers)
@@ -386,7 +388,7 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       81920.0
     """
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
-    check.of_state("scale_loss", opt_state)
+    findings.of_state("scale_loss", opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
     product = wide * scale.astype(wide.dtype)
     scales = handshake.scales_in(opt_state)
@@ -403,11 +405,11 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
 def _positive(who: str, argument: str, value: float, hint: str) -> None:
     limits = jnp.finfo(jnp.float32)
     low, high = float(limits.tiny), float(limits.max)
-    checks.number(who, argument, value, "a normal positive f32", lambda x: low <= x <= high, hint)
+    checks.number(who, argument, value, "a normal positive f32", hint, least=low, most=high)
 
 
 def require(who: str, scale: jax.Array, grads: PyTree, params: PyTree, groups: int = 1) -> None:
-    """Refuse, in a trace, gradients of a loss that was not multiplied by this scale.
+    """Refuse, in a trace, gradients of a loss that was not multiplied by ``scale``.
 
     Args:
       who: the name of the scaler.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Precision policies: the dtypes of stored params, of the model's arithmetic, and of its results.
 
-The levels are the levels of MindSpore's AMP, and differ in the parts that remain in f32.
+The levels O0 to O3 are those of MindSpore's AMP, and differ in the parts that remain in f32.
 
-O1 runs the matrix products and convolutions of any function in a lower precision. In the trace of
-the function, every ``dot_general`` and ``conv_general_dilated`` casts its f32 operands to the low
-dtype and its result back to f32. All other values have the same types as before, so the bodies of
-loops, branches and ``shard_map`` are rewritten in place, not traced again.
+Level O1 runs the matrix products and convolutions of any function in a lower precision. In the
+trace of the function, every ``dot_general`` and ``conv_general_dilated`` casts its f32 operands to
+the low dtype and its result back to f32. All other values have the same types as before, so the
+bodies of loops, branches and ``shard_map`` are rewritten in place, not traced again.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Policy:
     def wrap(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return a function of params and inputs that follows this policy.
 
-        A norm that computes in f32 returns f32, so JAX's promotion then also computes the next
-        layer in f32. For a Flax model, whose layers have dtypes, use
+        A norm that computes in f32 returns f32. By JAX's promotion, the next layer then also
+        computes in f32. For a Flax model, whose layers have dtypes, use
         ``boostax.precision.flax.apply_policy``.
 
         Args:
@@ -136,14 +136,11 @@ class Policy:
 def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
     """Make a policy from a level or from dtypes.
 
-    ===== =========================================== ==============================
-    level computes in ``dtype``                       remains in f32
-    ===== =========================================== ==============================
-    O0    nothing                                     everything
-    O1    matrix products and convolutions            everything else
-    O2    everything but normalisation layers         norms; params; the output
-    O3    everything                                  nothing; params are stored low
-    ===== =========================================== ==============================
+    - ``O0``: everything computes in f32.
+    - ``O1``: matrix products and convolutions compute in ``dtype``, and everything else in f32.
+    - ``O2``: everything computes in ``dtype``, except normalisation layers. The stored params and
+      the output are f32.
+    - ``O3``: everything computes in ``dtype``, and the params are stored in ``dtype``.
 
     Args:
       spec: ``"O0"`` ... ``"O3"``, or ``"params=float32,compute=float16,output=float32"`` with any
@@ -164,7 +161,7 @@ def policy(spec: str, *, dtype: jax.typing.DTypeLike = jnp.float16) -> Policy:
       dtype('float32')
 
     References:
-      MindSpore 2.10 amp levels, except that MindSpore stores O3's params in f32.
+      MindSpore 2.10, levels of ``amp``, except that MindSpore stores the params of O3 in f32.
     """
     hint = "Use 'O0' to 'O3', or 'params=float32,compute=float16,output=float32'."
     low = checks.floating_dtype("policy", "dtype", dtype)
@@ -215,7 +212,7 @@ def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTre
             args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
             return fn(*args, **kwargs)
 
-        replay, _ = trees.trace_once(on_arrays, arrays)
+        replay = trees.Replay(*jax.make_jaxpr(on_arrays, return_shape=True)(arrays))
         lowered = interpret.rewrite(replay.program, functools.partial(_lowered, dtype=dtype))
         return replay._replace(program=lowered)(arrays)
 
@@ -223,7 +220,7 @@ def autocast(fn: Callable[..., PyTree], dtype: jnp.dtype) -> Callable[..., PyTre
 
 
 def _lowered(eqn: Any, dtype: jnp.dtype) -> list[jaxprs.JaxprEqn] | None:
-    """Return the equations that replace ``eqn``; ``None`` to rewrite only its bodies."""
+    """Return the equations that replace ``eqn``, or ``None`` if only its bodies are rewritten."""
     if eqn.primitive not in (lax.dot_general_p, lax.conv_general_dilated_p):
         # A call with a custom derivative rule is not rewritten, because its body would no longer
         # match the rule.

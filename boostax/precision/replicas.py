@@ -3,8 +3,8 @@
 
 Data parallelism trains many copies of one model, and training programs do not compare the copies.
 After a flipped bit, or with another seed, learning rate or version in one process, a replica trains
-another model. Nevertheless each replica reports the same averaged loss, and a checkpoint contains
-the params of only one device.
+a different model. Nevertheless each replica reports the same averaged loss, and a checkpoint
+contains the params of only one device.
 
 References:
   Dixit et al., Silent Data Corruptions at Scale, https://arxiv.org/abs/2102.11245, 2021. Dubey et
@@ -31,7 +31,7 @@ from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 
 _WHO = "check_replicas"
-# The maximum number of leaves that are recorded if they differ.
+# The maximum number of different leaves that are recorded.
 _ROWS = 16
 
 
@@ -79,11 +79,11 @@ def check_replicas(
 
     .. math:: \textstyle \sum_i b_i \text{ and } \sum_i (2i + 1)\, b_i \mod 2^{32}
 
-    A single flipped bit always changes the second sum. The devices also compare checksums: of the
-    package versions, of the batch's types, and of the programs of loss and update. So different
-    code on two processes is detected at the first call. A shard is compared with the copies of the
-    same shard; a leaf without copies (FSDP over all devices) is not compared. Arrays in a
-    ``PerReplica`` may differ.
+    A single flipped bit always changes the second sum. The devices also compare checksums of the
+    package versions, of the batch's types, and of the programs of the loss and of the update. So
+    different code on two processes is detected at the first call. A shard is compared with the
+    copies of the same shard; a leaf without copies (FSDP over all devices) is not compared. Arrays
+    in a ``PerReplica`` may differ.
 
     A step with a difference is skipped: params, state and schedules are unchanged, bit for bit.
     Replicas that differ remain different, so all further calls with a comparison are skipped.
@@ -94,14 +94,14 @@ def check_replicas(
       inner: the optimizer, with a reduction inside.
       every: the number of calls from one comparison of params and state to the next.
       axis_name: replica axis (or axes), in ``shard_map`` or ``pmap``. With ``None``, a train step
-        supplies its axis if a part inside reduces; outside a train step, no axis is used.
+        supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A gate with a ``CheckReplicasState``. Cost: 141 bytes of state; one read of params and state
       at each ``every``-th call; each call gathers 8 bytes from each device for each distinct
       sharding among the leaves, and the sums of all leaves if the 8 bytes differ.
-      ``make_train_step`` passes the loss's program to ``update``. To compare the loss and the types
-      of the batch in your own loop, pass
+      ``make_train_step`` passes the loss's program to ``update``. In your own loop, to compare the
+      program of the loss and the types of the batch, pass
       ``loss_program=str(jax.make_jaxpr(grad_fn.loss_at(batch))(params))``.
 
     Raises:
@@ -138,8 +138,8 @@ def check_replicas(
     ) -> Stepped:
         axes.require_bound(names, _WHO)
         inner = state.inner_state
-        args = tx, grads, inner, params
-        heavy, _ = trees.trace_once(functools.partial(gate.call, *args, apply=apply, extra=extra))
+        call = functools.partial(gate.call, tx, grads, inner, params, apply=apply, extra=extra)
+        heavy = trees.Replay(*jax.make_jaxpr(call, return_shape=True)())
         versions = str([importlib.metadata.version(x) for x in ("jax", "jaxlib", "optax", "numpy")])
         numbers = tuple(map(_checksum, (versions, loss_program, str(heavy.program))))
         compared = () if replicas.owns_params(inner) else params
@@ -152,7 +152,7 @@ def check_replicas(
         crcs = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))
 
         def different() -> list[jax.Array]:
-            """Return the checksums and culprits of leaves that differ, and fill unused elements."""
+            """Return checksums and culprits of the leaves that differ, and fill unused elements."""
             (at,) = jnp.nonzero(culprits >= 0, size=_ROWS, fill_value=len(rows))
             return [x.at[at].get(mode="fill", fill_value=y) for x, y in ((crcs, 0), (culprits, -1))]
 
@@ -213,7 +213,7 @@ def raise_if_diverged(state: PyTree, params: PyTree = None) -> None:
 
 
 # The checksums that processes compare. The checksum of the loss also covers the types of the batch,
-# which its program contains.
+# because the program of the loss contains these types.
 _CHECKSUMS = "versions", "batch or loss", "update"
 
 
@@ -237,10 +237,10 @@ def leaves_of(params: PyTree, state: PyTree, value: PyTree = None) -> list[tuple
 def compare(
     arrays: PyTree, numbers: Sequence[int], due: jax.Array, names: tuple[str, ...]
 ) -> Copies:
-    """Compare the copies of params and state, and numbers of each process, over the replicas.
+    """Compare the replicas' copies of params and state, and the ``numbers`` of the processes.
 
-    Arrays in a ``PerReplica`` may differ, and params that each replica owns may differ. A shard of
-    a leaf is compared with the copies of the same shard.
+    Arrays in a ``PerReplica`` may differ, and so may params, if each replica has its own params. A
+    shard of a leaf is compared with the copies of the same shard.
 
     Args:
       arrays: the params, a state whose arrays outside a ``PerReplica`` are equal on all replicas,

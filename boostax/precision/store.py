@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, gate, mismatch, placement, replicas, trees, types
+from boostax._core import axes, checks, gate, placement, replicas, trees, types
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 from boostax.precision import formats
@@ -91,38 +91,38 @@ def store(
     r"""Store bf16 params and the state of ``inner`` in fewer bytes, and compute in f32.
 
     Each step decodes params :math:`p` and state :math:`m`, runs ``inner`` and encodes the results.
-    The results are rounded up or down at random, so that the mean is preserved:
+    The results are rounded up or down at random, so that the mean is preserved. With the decoder
+    :math:`D` and the encoder :math:`E`:
 
     .. math::
       u, m' = \text{inner}(g, D(m), D(p)), \qquad
       p \leftarrow E(D(p) + u), \quad m \leftarrow E(m'), \qquad \mathbb{E}[D(E(x))] = x.
 
     With rounding to nearest, an update of less than a 512th of a bf16 param would not change the
-    param, and a second moment that decays by a thousandth would never change again. The noise is a
-    hash of the element's index, the param's path and the number of applied steps. So skipped steps
-    do not change the noise, and a resumed run or another placement draws the same noise.
+    param, and a second moment that should decay by a thousandth per step would never change. The
+    noise is a hash of the element's index, the param's path and the number of applied steps. So
+    skipped steps do not change the noise, and a resumed run or another placement draws the same
+    noise.
 
     Place ``store`` directly around the optimizer, inside all gates. A window around ``store`` has a
     dtype of its own: ``accumulate(store(adamw(1e-3), params="stochastic"), 16, dtype="bfloat16",
     rounding="stochastic")``.
 
-    ============== ===== ==========================================================================
-    ``params``     bytes what
-    ============== ===== ==========================================================================
-    ``None``       as is in the dtype of the param, rounded to nearest
-    "stochastic"   2     bf16, rounded at random
-    "remainder"    4     bf16 and the other 16 bits of f32: f32 masters, exact in every bit
-    ============== ===== ==========================================================================
+    With ``params``, a param is stored in one of these formats:
 
-    ============== ===== ==========================================================================
-    ``moments``    bytes what
-    ============== ===== ==========================================================================
-    ``None``       4     f32
-    "bfloat16"     2     8 significant bits
-    "int8"         1     127 equal steps to the largest magnitude of a block: for first moments
-    "log8"         1     six levels an octave, evenly spaced: 252 without signs (second moments:
-                         42 octaves), 126 with them
-    ============== ===== ==========================================================================
+    - ``None``: the dtype of the param, rounded to nearest.
+    - ``"stochastic"``: 2 bytes per element, bf16 rounded at random.
+    - ``"remainder"``: 4 bytes per element, bf16 and the other 16 bits of an exact f32 param.
+
+    With ``moments``, an array of the state is stored in one of these formats:
+
+    - ``None``: 4 bytes per element, f32.
+    - ``"bfloat16"``: 2 bytes per element, with 8 significant bits.
+    - ``"int8"``: 1 byte per element, with 127 equal steps from zero to the largest magnitude of a
+      block. This format suits first moments.
+    - ``"log8"``: 1 byte per element, with six evenly spaced levels per octave. A block without
+      signs, such as of second moments, has 252 levels in 42 octaves. A block with signs has 126
+      levels.
 
     A block has 128 elements of the last dimension. If 128 does not divide the last dimension, a
     block has a few more elements, over several dimensions. Codes are sharded like their array.
@@ -145,7 +145,8 @@ def store(
       ``boostax.apply_gradients``, an elementwise optimizer reads the stored arrays twice (on TPUs
       once) and writes the arrays once; other optimizers need one f32 array at a time. The pure
       ``update`` returns updates in the dtype of the params, so after a step of more than 256 units
-      in the last place, ``params + updates`` may differ from the drawn number by one unit.
+      in the last place, ``params + updates`` may differ by one unit from the param that was rounded
+      at random.
 
     Raises:
       ValueError, TypeError: ``inner`` is not a transformation, or has a gate; an unknown format; at
@@ -223,7 +224,7 @@ def store(
     return gate.gated(
         lambda params: _first(gate.init_optimizer(_WHO, tx, params), params, kind, rules, least),
         step_fn,
-        # No window is open in an optimizer without gates.
+        # ``flush`` changes nothing, because an optimizer without gates has no open window.
         lambda state, params, **extra: (params, state),
     )
 
@@ -249,8 +250,8 @@ def masters(params: types.State, opt_state: PyTree) -> types.State:
       >>> float(w[0]), float(boostax.precision.masters(w, state)[0])
       (1.0, 0.999755859375)
     """
-    mismatch.require_order("masters", "masters(params, opt_state)", params=params)
-    states = trees.find(opt_state, lambda x: isinstance(x, StoreState))
+    trees.require_order("masters", "masters(params, opt_state)", params=params)
+    states = trees.find(opt_state, StoreState)
     return states[0].master_params(params) if states else trees.at_least_float32(params)
 
 
@@ -275,7 +276,7 @@ def _order(params: PyTree, least: int, tree: PyTree) -> PyTree:
             return Order(COMMON)
         # The tree is ((params, low), (codes, scales)), followed by arrays that are only read.
         of_state = [getattr(key, "idx", None) for key in path[:2]] == [0, 1]
-        # Scales, at index 1, are written with their codes.
+        # Scales (``path[2].idx == 1``) are written together with their codes.
         field = trees.path_name(path[3 : 4 if path[2].idx == 1 else start]) if of_state else ""
         place = fields.setdefault(field, len(fields) + 1) if of_state else 0
         return Order(numbers.get(path[start:], SMALL), place, shardings.get(path[start:]))
@@ -370,7 +371,7 @@ def _decoded(state: PyTree, scales: Scales) -> PyTree:
 
 
 def _require_blocks(state: StoreState) -> None:
-    """Refuse shards whose blocks do not match the scales, as far as types show a mismatch.
+    """Refuse shards whose blocks do not match the scales, if the types show a mismatch.
 
     If a block were sharded, its shards would share one scale, and with ``check_vma=False`` each
     device would overwrite the scale with another number.

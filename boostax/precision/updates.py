@@ -43,29 +43,29 @@ def check_updates(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Run ``inner``, and apply its result only if every finite number remains finite.
 
-    For params :math:`p` and inner state :math:`m`, element by element, with :math:`p + u` computed
-    in the dtype of the params,
+    For params :math:`p` and inner state :math:`m`, a step is as follows, element by element. The
+    sum :math:`p + u` is computed in the dtype of the params:
 
     .. math::
       u, m' = \text{inner}(g, m, p), \qquad
       \text{ok} = \text{all}\bigl(\text{finite}(p + u, m') \text{ or not } \text{finite}(p, m)\bigr)
 
     A step that is not ok is skipped: no bit of params, moments and schedules changes, and
-    ``skipped`` counts the step. An element that was already infinite, such as in a mask or as the
-    first value of a best loss, does not cause a skip.
+    ``skipped`` counts the step. An element that was already infinite, such as an element of a mask
+    or the first value of a best loss, does not cause a skip.
 
     A scaler checks the gradients before ``inner``, and reads the gradients once. ``check_updates``
     checks the results of ``inner``. During this check, memory contains both the results and the old
     values. Use ``check_updates`` if ``inner`` can divide by zero, or if params are stored in f16.
     Place ``check_updates`` directly around the optimizer, inside scalers and windows:
-    ``dynamic_loss_scale(accumulate(check_updates(adamw), 8))``. A skip does not lower the loss
-    scale, because a lower scale would not help.
+    ``dynamic_loss_scale(accumulate(check_updates(adamw), 8))``. A skip by ``check_updates`` does
+    not lower the loss scale, because a lower scale would not help.
 
     Args:
       inner: the optimizer, which receives gradients and params in f32 or wider.
-      axis_name: replica axis (or axes) over which replicas agree; required if ``inner`` has state
-        or params that differ per replica. With ``None``, a train step supplies its axis if a part
-        inside reduces; outside a train step, no axis is used.
+      axis_name: replica axis (or axes) over which replicas agree whether to skip a step; required
+        if ``inner`` has state or params that differ per replica. With ``None``, a train step
+        supplies its axis if ``inner`` has a reduction; outside a train step, no axis is used.
 
     Returns:
       A transformation with a ``CheckUpdatesState``. Cost: 5 bytes of state; a temporary copy of the
@@ -92,14 +92,14 @@ def check_updates(
 
     def init_fn(params: PyTree) -> CheckUpdatesState:
         inner_state = gate.init_inner(tx, params)
-        if not names and trees.find(inner_state, replicas.is_per_replica):
+        if not names and trees.find(inner_state, replicas.PerReplica):
             allowed = "the replica axis around an optimizer whose state differs per replica"
             hint = 'Replicas must skip together: tx = check_updates(inner, axis_name="data").'
             raise ValueError(checks.message(who, "axis_name", allowed, axis_name, hint))
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     def checked(new: Stepped, state: CheckUpdatesState, params: PyTree, apply: bool) -> Stepped:
-        """Return params (``apply``) or updates, and state: new only if all values stay finite."""
+        """Return the result of a step; skip the step if a finite value became infinite or NaN."""
         value = new[0]
         old = state.inner_state
         before = jax.tree.map(jnp.zeros_like, value) if params is None else params

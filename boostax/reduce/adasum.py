@@ -2,7 +2,7 @@
 """AdaSum: a reduction that adds orthogonal gradients and averages parallel gradients.
 
 ``adasum`` combines gradients. ``adasum_delta`` combines the updates of independent optimizers: one
-optimizer on each replica, or one for all replicas of a server.
+optimizer per replica, or one optimizer per server.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from boostax._core.replicas import PerReplica, require_like
 from boostax._core.types import PyTree
 from boostax.reduce import collectives, exchange, pairwise
 from boostax.reduce.codec import Arrays, Names
-from boostax.reduce.mean import reduced, reduction
+from boostax.reduce.mean import check_bytes, reduced, reduction
 from boostax.reduce.on_shards import on_shards
 
 Scope = Literal["leaf", "tree"]
@@ -66,12 +66,13 @@ def adasum(
               + \Bigl(1 - \frac{a \cdot b}{2 \|b\|^2}\Bigr) b,
 
     leaf by leaf. Orthogonal gradients are added, parallel gradients are averaged, and the result of
-    equal gradients is the same gradient bit for bit. More than two gradients are combined as a
-    tree, neighbours first, ((0,1),(2,3)). A gradient without a partner moves up to the next level.
-    Because parallel gradients are averaged, not added, the learning rate of a single replica suits
-    any number of replicas. The card ``docs/cards/adasum.md`` says when to use AdaSum.
+    equal gradients is the same gradient bit for bit. More than two gradients are combined pairwise,
+    in a tree that begins with neighbours: ``((0, 1), (2, 3))``. A gradient without a partner moves
+    up to the next level of the tree. Because parallel gradients are averaged, not added, the
+    learning rate of a single replica suits any number of replicas. The card
+    ``docs/cards/adasum.md`` says when to use AdaSum.
 
-    Use ``adasum`` instead of a mean, first in the inner chain: ``chain(adasum("data"), clip,
+    Use ``adasum`` instead of a mean, as the first part of the chain: ``chain(adasum("data"), clip,
     adamw)``.
 
     Args:
@@ -79,28 +80,29 @@ def adasum(
         which gradients are combined. ``None`` means the axis of the surrounding ``make_train_step``
         or ``on_mesh``.
       within: axes over which gradients are averaged first, such as the axis of the devices in a
-        node or a pod, whose links are fast. Then only ``1 / size(within)`` of the bytes cross
-        ``axis_name``.
+        node or a pod, which have fast links. Then each device sends only ``1 / size(within)`` of
+        the bytes over ``axis_name``.
       shard_axes: axes over which leaves are sharded (FSDP, tensor parallel); dot products are
-        summed over these axes. Some leaves may be equal over these axes.
+        summed over these axes. Some leaves may be unsharded, that is, equal over these axes.
       scope: ``"leaf"`` for a pair of coefficients per leaf, or ``"tree"`` for the same pair of
         coefficients for all leaves.
-      wire_dtype: ``"bfloat16"`` or ``"float16"`` halves the bytes. The arithmetic remains in f32.
-        In f16, every leaf is sent with its own power-of-two scale, so values do not overflow.
-      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this number of bytes in a pack.
-        ``None`` packs leaves below 64 KiB (or 4 KiB in a replica's slice), up to 8 MiB together.
-        Each other leaf is sent in its own shape.
+      wire_dtype: dtype on the wire; ``"bfloat16"`` or ``"float16"`` halves the bytes. The
+        arithmetic remains in f32. In f16, every leaf is sent with its own power-of-two scale, so
+        values do not overflow.
+      bucket_bytes: leaves below this size in bytes (of f32) are packed, up to this size in a pack.
+        ``None`` packs leaves below ``max(64 KiB, 4 KiB * replicas)``, up to 8 MiB in a pack with up
+        to 128 replicas. Larger leaves are sent one by one, in their own shapes.
       leaf_metrics: whether to record the orthogonality of each leaf, too.
 
     Returns:
       A transformation with an ``AdasumState``. Gradients are combined in f32 or wider and cast back
-      to their dtype. A leaf with a NaN anywhere becomes NaN. Integer leaves raise an error. With a
-      single replica, gradients are unchanged. Cost: an all-to-all and an all-gather of each leaf,
-      and of each pack of small leaves, which together send the bytes of a ring all-reduce; per step
-      one gather of 4 bytes a leaf, and ``ceil(log2 n)`` sums of four scalars per pair and leaf.
-      ``within`` or ``shard_axes`` adds a collective of 4 bytes a leaf, and f16 adds another such
-      collective for the result. Compiled for TPU v5e, a train step of 67 M params takes 1.73 times
-      the cycles of a step with a mean.
+      to their dtype. If a leaf has a NaN on any replica, the complete leaf becomes NaN. Integer
+      leaves raise an error. With a single replica, gradients are unchanged. Cost: an all-to-all and
+      an all-gather of each leaf, and of each pack of small leaves, which together send the bytes of
+      a ring all-reduce; per step, one gather of 4 bytes per leaf, and ``ceil(log2 n)`` all-reduces
+      of four scalars per leaf and pair of replicas. ``within`` or ``shard_axes`` adds a collective
+      of 4 bytes per leaf. With f16, the result needs another such collective. A train step with 67
+      M params, compiled for TPU v5e, takes 1.73 times the cycles of a step with a mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -117,7 +119,8 @@ def adasum(
 
     References:
       Maleki et al., Scaling Distributed Training with Adaptive Summation,
-      https://arxiv.org/abs/2006.02924, 2020. Results equal Horovod's for powers of two.
+      https://arxiv.org/abs/2006.02924, 2020. For a number of replicas that is a power of two, the
+      results equal Horovod's.
     """
     who = "adasum"
     levels = Levels(axes.canonical(who, axis_name), axis_of_server(who, within))
@@ -134,7 +137,7 @@ def adasum(
 
 
 def axis_of_server(who: str, within: axes.AxisName | int | None) -> Names:
-    """Return the axes of ``within``; refuse a number of devices, with a hint to make a mesh."""
+    """Return the axes ``within`` as a tuple; refuse a number of devices, and suggest a mesh."""
     if isinstance(within, int):
         mesh = f'jax.make_mesh((n // {within}, {within}), ("server", "data"))'
         hint = f'Write axis_name="server", within="data" on the mesh {mesh}.'
@@ -153,13 +156,13 @@ class Options(NamedTuple):
     leaf_metrics: bool
 
     def init(self, params: PyTree) -> AdasumState:
-        """Return the state before the first step, whose numbers are -1."""
+        """Return the state before the first step, in which all numbers are -1."""
         measured = params if self.leaf_metrics else None
         by_leaf = jax.tree.map(lambda _: jnp.full((), -1.0, jnp.float32), measured)
         return AdasumState(jnp.full((), -1.0, jnp.float32), by_leaf)
 
     def checked(self, who: str, names: Names) -> "Options":
-        """Check the arguments, and return axes, dtypes and numbers.
+        """Check the arguments, and return them with axes as a tuple and ``wire`` as a dtype.
 
         Args:
           who: the transformation, for errors.
@@ -173,7 +176,7 @@ class Options(NamedTuple):
         allowed = "'leaf' with shard_axes"
         hint = "Unsharded leaves would count once per shard. With check_vma=True, omit shard_axes."
         checks.require(is_valid, who, "scope", got=self.scope, allowed=allowed, hint=hint)
-        bucket_bytes = exchange.check_bytes(who, self.bucket_bytes)
+        bucket_bytes = check_bytes(who, self.bucket_bytes)
         return self._replace(shards=shards, wire=wire, bucket_bytes=bucket_bytes)
 
 
@@ -192,7 +195,7 @@ class Levels(NamedTuple):
 
 
 def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
-    """Return the AdaSum of all replicas' trees, and a state with their orthogonality."""
+    """Return the AdaSum of the replicas' ``updates``, and a state with the orthogonality."""
     leaves, treedef = jax.tree.flatten(updates)
     kinds = exchange.kinds(leaves)
     replicas = levels.across + levels.inside
@@ -205,7 +208,7 @@ def combined(updates: PyTree, levels: Levels, options: Options) -> Stepped:
     sent = [_sent(x, levels, other, options) for x, other in zip(reals, over, strict=True)]
 
     def total(x: jax.Array) -> jax.Array:
-        # With ``check_vma=False``, no axes are known, and the sum is over all axes.
+        # With ``check_vma=False``, the varying axes are unknown, and the sum is over all ``names``.
         known = axes.varying(x)
         names = dict.fromkeys((*axes.with_shards(x, replicas), *options.shards))
         return lax.psum(x, tuple(name for name in names if not known or name in known))
@@ -251,7 +254,7 @@ def _sent(
 
 
 def _orthogonality(groups: list[pairwise.Rows], norms: Arrays) -> tuple[jax.Array, list[jax.Array]]:
-    """Return the orthogonality of the tree and of every leaf, from ``combine_replicas``' norms."""
+    """Return the orthogonality of the tree and of every leaf, given norms of each leaf."""
     if not groups:
         return jnp.ones((), jnp.float32), []
     units = [rows.exponents.max(0) for rows in groups]
@@ -304,12 +307,12 @@ def adasum_delta(
       u = \operatorname{AdaSum}(\delta_1, \dots, \delta_n)
 
     In ``chain(adasum("data"), adam)``, a single Adam receives the combined gradient. With
-    ``adasum_delta``, each replica has its own Adam with its own moments, like Horovod's
+    ``adasum_delta``, each replica has its own Adam with its own moments, as in Horovod's
     ``DistributedOptimizer(op=Adasum)``. With ``within``, each server has one inner state for the
-    mean gradient of its w devices, like MindSpore's ``boost.adasum`` with ``device_number``. Use
-    ``adasum_delta`` as the outermost part, around all parts that make an update:
+    mean gradient of its w devices, as in MindSpore's ``boost.adasum`` with ``device_number``. Use
+    ``adasum_delta`` as the outermost part, around all parts that compute the update:
     ``adasum_delta(chain(clip, adamw(schedule)), axis_name="data")``. In short runs with momentum,
-    the loss is higher than with ``adasum``, because the replicas' momenta never agree; see
+    the loss is higher than with ``adasum``, because the momenta of the replicas differ; see
     ``docs/cards/adasum.md``.
 
     Args:
@@ -320,19 +323,20 @@ def adasum_delta(
         ``adasum_delta(adam, axis_name="server", within="data")`` on ``jax.make_mesh((n // 8, 8),
         ("server", "data"))``.
       shard_axes: axes over which leaves are sharded.
-      scope: as in ``adasum``, like all arguments below.
+      scope: see ``adasum``, also for the arguments below.
       wire_dtype: dtype of the updates on the wire.
       bucket_bytes: size below which leaves are packed.
       leaf_metrics: whether to record the orthogonality of each leaf, too.
 
     Returns:
       A transformation with an ``AdasumDeltaState``. Outside the mapped function, the inner state
-      has a leading axis of replicas (``stack_replicas``, ``state_specs``), and the devices of a
-      server have equal copies. Cost: as ``adasum``; every replica has a complete inner state, which
-      cannot be sharded over the replicas. With ``within``, for w devices in each of n servers and N
-      bytes of f32 gradients, every device sends ``2 N (w-1)/w`` inside its server (an all-reduce)
-      and ``N/w (n-1)/n`` between servers. The result is first gathered over the servers, for which
-      every device sends ``N/w (n-1)/n``, and then inside each server, ``N (w-1)/w``.
+      has a leading axis of replicas (see ``stack_replicas`` and ``state_specs``). The devices of a
+      server have equal copies of the inner state. Cost: the cost of ``adasum``; a complete inner
+      state on every replica, which cannot be sharded over the replicas. With ``within``, let w be
+      the number of devices in each of n servers, and N the bytes of the f32 gradients. Every device
+      sends ``2 N (w-1)/w`` bytes inside its server (an all-reduce), and ``N/w (n-1)/n`` bytes
+      between servers. To gather the result, every device sends ``N/w (n-1)/n`` bytes between
+      servers, and then ``N (w-1)/w`` bytes inside its server.
 
     Raises:
       ValueError, TypeError: as ``adasum``.
@@ -362,7 +366,7 @@ def adasum_delta(
     options = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        local = axes.to_varying(trees.first_state(tx, trees.at_least_float32(params)), replicas)
+        local = axes.to_varying(gate.init_optimizer(who, tx, params), replicas)
         return AdasumDeltaState(PerReplica(local), options.init(params))
 
     described = describe("adasum", "adasum", names)
@@ -376,8 +380,8 @@ def adasum_delta(
         old = state.inner_state.local
         # A gate inside would apply different steps on different replicas.
         gate.refuse_gates(who, gate.gates_in(old))
-        # If the devices of a server share one copy of the inner state, the updates are unvarying
-        # over the axes of the server.
+        # If the devices of a server share one copy of the inner state, the type of the updates is
+        # unvarying over the axes of the server.
         varies = frozenset[str]().union(*axes.types(old))
         over = (*replicas, *(name for name in inside if name in varies))
         # The inner optimizer computes in f32 or wider, as inside a gate.

@@ -44,23 +44,23 @@ class ByShapeState(NamedTuple):
 
     Attributes:
       order: for each shape, u32 ``[matrices]``, CRC-32 of the matrices' paths, for
-        ``migrate_state``. If a replica owns ``k`` matrices, matrix ``i`` is number ``i % k`` of
-        replica ``i // k``.
-      inner_state: the state of the inner optimizer. In a moment that is shaped like the params, the
-        matrices that a replica owns are stacked, ``[k, ...]``.
+        ``migrate_state``. If each replica owns ``k`` matrices of a shape, matrix ``i`` is number
+        ``i % k`` on replica ``i // k``.
+      inner_state: the state of the inner optimizer. A moment has the structure of the params, but
+        the ``k`` matrices of a shape that a replica owns are stacked, ``[k, ...]``.
     """
 
     order: tuple[jax.Array, ...]  # each [matrices] uint32
     inner_state: PyTree  # float32 or wider, [slots, m, n] for the matrices of a shape
 
     def distributed_items(self) -> list[tuple[PerReplica, int]]:
-        """Return the distributed parts with their numbers of matrices, for ``reshard_state``."""
-        views = trees.find(self.inner_state, _is_distributed)
+        """Return each distributed part, and the number of its matrices, for ``reshard_state``."""
+        views = trees.find(self.inner_state, Distributed)
         return [pair for x in views for pair in zip(x.by_shape, map(len, self.order), strict=True)]
 
 
 class _Shape(NamedTuple):
-    """The matrices of one shape, which the replicas share.
+    """The matrices of one shape, which are distributed over the replicas.
 
     Attributes:
       indices: indices of the matrices among the leaves.
@@ -87,7 +87,7 @@ class _Shape(NamedTuple):
         return [lax.select_n(replica, *matrices[i :: self.slots]) for i in range(self.slots)]
 
     def means(self, leaves: Arrays) -> Arrays:
-        """Return the means of the matrices that this replica owns."""
+        """Return the means, over the replicas, of the matrices that this replica owns."""
         if 2 * len(self.indices) < self.slots * self.replicas:
             # Padding to ``slots * replicas`` matrices would more than double the bytes that are
             # sent.
@@ -119,7 +119,7 @@ class _Shape(NamedTuple):
 def _shapes(tree: PyTree, names: Names) -> tuple[list[_Shape], PyTree]:
     """Return groups of matrices with equal shape and dtype, and a mask of all other leaves.
 
-    A single matrix of a shape is not distributed.
+    If only one matrix has a shape, this matrix is one of the other leaves.
     """
     replicas = axes.size(names) if names else 1
     groups: dict[object, dict[int, Path]] = {}
@@ -134,7 +134,7 @@ def _shapes(tree: PyTree, names: Names) -> tuple[list[_Shape], PyTree]:
 
 
 def _packed(state: PyTree, names: Names) -> PyTree:
-    """Stack the arrays of one shape's matrices in a ``PerReplica``."""
+    """Stack the arrays of all matrices of a shape, and put the stack in a ``PerReplica``."""
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_distributed)
     for k, node in enumerate(nodes):
         if _is_distributed(node):
@@ -163,9 +163,9 @@ def _unpacked(state: PyTree, shapes: Sequence[_Shape]) -> PyTree:
 def _require_independent(
     tx: gate.Extended, params: PyTree, state: PyTree, view: Distributed, shapes: Sequence[_Shape]
 ) -> None:
-    """Refuse an optimizer if the update of a matrix depends on the path or on other matrices."""
-    # In a ``Distributed``, params have other paths, so the states of the two trees show whether a
-    # part depends on paths.
+    """Refuse an optimizer if the update of a matrix depends on its path or on other matrices."""
+    # ``params`` and ``view`` have the same params at different paths. So a comparison of the states
+    # for both trees shows whether a part depends on paths.
     by_path = _parts_of_params(jax.eval_shape(tx.init, params), params) if shapes else {}
     by_slot = _parts_of_params(state, view)
     slot_of = {i: f"by_shape/{n}/0" for n, shape in enumerate(shapes) for i in shape.indices}
@@ -191,7 +191,7 @@ def _require_independent(
 
 
 def _parts_of_params(state: PyTree, params: PyTree) -> dict[str, set[str]]:
-    """Return, for the path of each param, the parts of the state with an array for this param."""
+    """Map the path of each param to the parts of the state that have an array for this param."""
     parts: dict[str, set[str]] = {name: set() for name in trees.names(params)}
     for name in trees.names(state):
         # The name of a moment ends with the path of its param. The longest such path counts.
@@ -217,18 +217,20 @@ def by_shape(
       u_i = \text{inner}\Bigl(\tfrac1n \sum_{s=1}^{n} g_{s,i}\Bigr)
       \text{ on replica } \lfloor i / \lceil c/n \rceil \rfloor, \quad i = 0 \dots c-1 .
 
-    The result equals the result of the chain. Use ``by_shape`` instead of the reduction and the
-    optimizer, inside gates:
+    The updates equal those of ``chain(all_reduce("data"), muon)``. Use ``by_shape`` in place of
+    both parts of this chain, inside gates:
     ``dynamic_loss_scale(accumulate(by_shape(optax.contrib.muon(0.02)), 8))``.
 
-    Floating-point leaves of two dimensions are distributed if at least two leaves have the same
-    shape, and are computed in the same dtype, f32 or wider. All other leaves, including stacks of
-    layers ``[layers, m, n]``, are averaged as by ``all_reduce``, and updated by every replica.
+    Floating-point leaves of two dimensions are distributed if at least two such leaves have the
+    same shape and, after promotion to at least f32, the same dtype. All other leaves, including
+    stacks of layers ``[layers, m, n]``, are averaged as by ``all_reduce``, and updated by every
+    replica.
 
     Args:
-      inner: an optimizer without collectives or gates that computes the update of a matrix from its
-        own gradient: ``optax.contrib.muon``, ``lamb``, ``adafactor``. The optimizer receives
-        matrices without their paths, so a mask or partition by path must be around ``by_shape``.
+      inner: an optimizer without collectives or gates that computes the update of a matrix only
+        from the gradient of this matrix: ``optax.contrib.muon``, ``lamb``, ``adafactor``. The
+        optimizer receives matrices without their paths, so a mask or partition by path must be
+        around ``by_shape``.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
@@ -236,13 +238,12 @@ def by_shape(
       A transformation with a ``ByShapeState``. ``stack_replicas`` and ``reshard_state`` distribute
       the moments without rounding. Cost for c matrices of a shape on n replicas: the arithmetic and
       the moments of ``ceil(c/n)`` matrices; a reduce-scatter in f32 or wider, and an all-gather in
-      the dtype of the updates; two temporary copies of the matrices, which are not in memory at the
-      same time. The two collectives together send the bytes of a ring all-reduce times
-      ``n ceil(c/n) / c``, because the ``c`` matrices are padded with zeros to ``n ceil(c/n)``
-      matrices. If this factor is above 2, gradients and updates are all-reduced instead, with a
-      factor of 2. If params are sharded over the replicas (FSDP) and ``inner`` reads params, the
-      params are also gathered. If params are sharded over another axis (tensor parallel), XLA
-      shards or repeats the arithmetic.
+      the dtype of the updates; two temporary copies of the matrices, one after the other. The two
+      collectives together send the bytes of a ring all-reduce times ``n ceil(c/n) / c``, because
+      the ``c`` matrices are padded with zeros to ``n ceil(c/n)`` matrices. If this factor is above
+      2, gradients and updates are all-reduced instead, with a factor of 2. If params are sharded
+      over the replicas (FSDP) and ``inner`` reads params, the params are also gathered. If params
+      are sharded over another axis (tensor parallel), XLA shards or repeats the arithmetic.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with an ``inner`` that reads several

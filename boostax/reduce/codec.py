@@ -20,9 +20,10 @@ Names = tuple[str, ...]
 Send = Callable[[Arrays, PyTree, Names], "Message"]
 
 
-# A late correction changes the residual in this replica's slice of a leaf. It has the dimension
-# along which the leaf is cut into a slice per replica, and an array in the shape of the slice. The
-# correction is separate so that one pass computes, selects and writes the residual.
+# A late correction changes the residual in this replica's slice of a leaf. A correction is the
+# dimension along which the leaf is cut into a slice per replica, and an array in the shape of the
+# slice. Corrections are separate from residuals, so that one pass computes, selects and writes the
+# residual.
 Late = tuple[int, jax.Array]
 
 
@@ -76,8 +77,8 @@ class Codec:
     makes a transformation from a codec.
 
     Attributes:
-      lossy: whether, without error feedback, most of a gradient is lost, and the same part at every
-        step.
+      lossy: whether most of a gradient is lost without error feedback, and the same part is lost at
+        every step.
       chooses: whether the codec's messages have a ``Message.capacity``.
     """
 
@@ -101,8 +102,8 @@ class Codec:
 class Staged(Codec):
     """A warm-up of the density: a sequence of sparse codecs without state.
 
-    Every stage has its own shapes, so the stages are branches of one ``lax.switch``, and each step
-    sends only the elements of its stage.
+    Messages of different stages have different shapes, so the stages are branches of one
+    ``lax.switch``. Each step sends only the elements of its stage.
 
     Attributes:
       starts: the step at which each stage begins, ascending from 0.
@@ -115,7 +116,7 @@ class Staged(Codec):
     lossy: bool = True
 
     def init(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> PyTree:
-        """Return the number of steps so far, 0, and the state of a stage."""
+        """Return the number of steps so far, which is 0, and the state of a stage."""
         return jnp.zeros((), jnp.int32), None
 
     def reduce(self, leaves: Arrays, state: PyTree, names: Names) -> Message:
@@ -147,7 +148,7 @@ def packed(leaves: Arrays, lead: int = 0) -> jax.Array:
 
 
 def unpacked(flat: jax.Array, like: Arrays, lead: int = 0) -> list[jax.Array]:
-    """Invert ``packed`` for leaves of these shapes; ``flat`` may have other leading dimensions."""
+    """Invert ``packed`` for leaves like ``like``; ``flat`` may have other leading dimensions."""
     ends = np.cumsum([math.prod(x.shape[lead:]) for x in like])
     pairs = zip(like, jnp.split(flat, ends, -1), strict=False)
     return [part.reshape(*flat.shape[:-1], *x.shape[lead:]).astype(x.dtype) for x, part in pairs]

@@ -14,7 +14,7 @@ def exchange(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     """
     if not axes.vmapped(names):
         if len(x) == 2:
-            # A TPU's all-to-all would send both rows.
+            # A TPU's all-to-all would send both rows, although one row remains on the replica.
             other = 1 - axes.index(names)
             row = lax.ppermute(lax.dynamic_slice_in_dim(x, other, 1), names, [(0, 1), (1, 0)])
             return lax.dynamic_update_slice_in_dim(x, row, other, 0)
@@ -45,8 +45,8 @@ def ring(x: jax.Array, name: str) -> jax.Array:
     """Sum rows ``[replicas, ...]`` over the replicas; return the row of this replica.
 
     In each of ``n - 1`` steps, every replica sends the partial sum of a row to the next replica.
-    Together these are half the bytes of an all-reduce. The reduce-scatter of a backend may send the
-    bytes of an all-reduce.
+    All steps together send half the bytes of an all-reduce. ``lax.psum_scatter`` may send as many
+    bytes as an all-reduce, depending on the backend.
     """
     count = lax.axis_size(name)
     replica = lax.axis_index(name)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from boostax._core import axes, checks, trees
+from boostax._core import axes, trees
 from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.pairwise import Bucket, Rows, grown, leafwise, power_of_two
@@ -28,8 +28,8 @@ from boostax.reduce.pairwise import Bucket, Rows, grown, leafwise, power_of_two
 # bytes in each slice are also packed, because 4 KiB is a tile of a TPU.
 SMALL = 2**16
 TOGETHER = 2**23
-# Bytes of a pack between processes on CPUs. With several packs, one pack is sent while another pack
-# is written.
+# The size in bytes of a pack that is sent between processes on CPUs. If there are several packs,
+# one pack is sent while another pack is written.
 MESSAGE = 2**20
 SMALL_SLICE = 2**12
 SLICE_TOGETHER = 2**16
@@ -47,9 +47,9 @@ WIDTH = 256
 class Chunk(NamedTuple):
     """Leaves that are sent together: a single leaf in its own shape, or a pack of small leaves.
 
-    A pack is an array ``(slices, columns)``. Every slice has the same columns of every leaf. Each
-    leaf begins with a new block of columns, so the sum over a leaf is a sum of sums over blocks.
-    This takes few operations for any number of leaves.
+    A pack is an array ``(slices, columns)``. Each leaf has the same columns in every slice. Each
+    leaf begins with a new block of columns, so the sum over a leaf is the sum of the sums over its
+    blocks. A few operations then compute the sums of any number of leaves.
 
     Attributes:
       indices: indices of the leaves.
@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
 
     @property
     def owners(self) -> np.ndarray:
-        """Return the leaf of every block of columns."""
+        """Return, for every block of columns, the index of its leaf."""
         # Each call returns a new array, because JAX would merge constants that are the same array.
         return np.repeat(self.indices, self.blocks)
 
@@ -106,7 +106,7 @@ def real(x: jax.Array) -> jax.Array:
 
 
 def like(x: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Invert ``real``: return ``x`` in the dtype of a leaf, saturating."""
+    """Invert ``real``: return ``x`` in the dtype of a leaf, with saturation."""
     numbers = lax.complex(x[..., 0], x[..., 1]) if jnp.iscomplexobj(leaf) else x
     return trees.saturate(numbers, leaf.dtype)
 
@@ -115,8 +115,9 @@ def kinds(leaves: Arrays, key: Callable[[jax.Array], object] | None = None) -> l
     """Return the indices of the leaves of each kind, without the empty leaves.
 
     Leaves of one kind have the same key. By default, the key is the leaf's dtype and its varying
-    axes, if JAX tracks varying axes. Leaves with this key may be packed together. If leaves with
-    different varying axes were packed, the pack would vary over the axes of all these leaves.
+    axes, if JAX tracks varying axes. Leaves with equal default keys may be packed together. If
+    leaves with different varying axes were packed, the pack would vary over the axes of all these
+    leaves.
     """
     indices: dict[object, list[int]] = {}
     for i, x in enumerate(leaves):
@@ -128,15 +129,15 @@ def kinds(leaves: Arrays, key: Callable[[jax.Array], object] | None = None) -> l
 def chunks(
     leaves: Arrays, slices: int, bucket_bytes: int | None = None, *, by_leaf: bool = True
 ) -> list[Chunk]:
-    """Choose the leaves that are sent alone, and pack the other leaves.
+    """Choose the leaves that are sent separately, and pack the other leaves.
 
     Args:
       leaves: real arrays of one kind.
       slices: number of slices of each leaf.
-      bucket_bytes: leaves of fewer bytes of f32 are packed, up to this number of bytes in a pack.
-        ``None`` packs leaves below ``max(64 KiB, 4 KiB * slices)``, up to
-        ``max(8 MiB, 64 KiB * slices)`` in a pack. Between CPU processes, where XLA does not merge
-        messages, ``None`` packs leaves below 1 MiB, up to 1 MiB in a pack.
+      bucket_bytes: leaves below this size in bytes of f32 are packed, up to this size in a pack.
+        ``None`` packs leaves below ``max(64 KiB, 4 KiB * slices)``, up to ``max(8 MiB, 64 KiB *
+        slices)`` in a pack. Between CPU processes, where XLA does not merge messages, ``None``
+        packs leaves below 1 MiB, up to 1 MiB in a pack.
       by_leaf: whether each leaf in a pack begins with a new block.
     """
     if bucket_bytes is None and not axes.sent_apart():
@@ -166,7 +167,7 @@ def chunks(
 
 
 def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
-    """Group neighbouring items, up to ``most`` bytes in a group; a larger item is a group."""
+    """Group neighbouring items up to ``most`` bytes; a larger item is a group by itself."""
     groups: list[list[int]] = []
     room = -1
     for i, size in sizes.items():
@@ -181,8 +182,8 @@ def packs(sizes: Mapping[int, int], most: int) -> list[list[int]]:
 def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
     """Group items from the last to the first, the order in which gradients are computed.
 
-    A group ends with the first item with which the group has more than ``most`` bytes. A larger
-    item is a group by itself.
+    A group ends with the item that makes the group larger than ``most`` bytes. An item of more than
+    ``most`` bytes is a group by itself.
     """
     groups: list[list[int]] = [[]]
     for i in reversed(list(sizes)):
@@ -196,7 +197,7 @@ def fused(sizes: Mapping[int, int], most: int) -> list[list[int]]:
 
 
 def cut(x: jax.Array, slices: int, dim: int) -> jax.Array:
-    """Split a dimension into equal slices, and return the stack ``(slices, *slice)``."""
+    """Split a dimension into equal slices; return a stack ``(slices, *shape of a slice)``."""
     return jnp.moveaxis(x.reshape(*x.shape[:dim], slices, -1, *x.shape[dim + 1 :]), dim, 0)
 
 
@@ -226,16 +227,16 @@ def exchange(
     gathered = jnp.zeros((count, 1), jnp.int32)
     if near_one or by_leaf:
         exponents = _exponents(sent, arrays)
-        # The reciprocal of a power of two is halved at each level of the tree of replicas. It must
-        # remain a normal number.
+        # The reciprocal of each power of two is halved at each level of the tree of replicas, and
+        # must remain a normal number.
         exponents = exponents if near_one else jnp.minimum(exponents, 100)
         exponents = axes.largest(exponents, common) if common else exponents
         gathered = axes.gather(exponents, names)
     buckets: list[Bucket] = []
     for chunk, x in zip(sent, arrays, strict=True):
         x = _shrunk(x, exponents, chunk.owners) if near_one else x
-        # The barrier keeps XLA from moving the cut before the rounding, so that a TPU rounds each
-        # gradient where it is computed.
+        # The barrier keeps ``cut`` after the rounding, so that a TPU rounds each gradient where the
+        # gradient is computed.
         message = x if wire is None else jax.lax.optimization_barrier(_half(x, wire))
         received = _arrived(collectives.exchange(cut(message, count, chunk.dim), names))
         buckets.append(Bucket([received[i].astype(x.dtype) for i in range(count)], chunk.owners))
@@ -265,13 +266,13 @@ def delivered(
     Args:
       sent: the chunks.
       parts: this replica's slices.
-      levels: groups of axes to gather over, one group after the other. Slices that differ only in
-        the first group are neighbours in a leaf.
+      levels: groups of axes to gather over, one group after the other. If two replicas differ only
+        in the indices of the first group, their slices are neighbours in a leaf.
       wire: a half dtype, or ``None``.
       leaves: the leaves that were sent, which have the dtypes of the result.
     """
     near_one = bool(sent) and _is_narrow(wire)
-    # For each leaf, each slice has a power of two, which is also sent.
+    # Each replica also sends a power of two for its slice of each leaf.
     exponents = _exponents(sent, parts) if near_one else jnp.zeros(1, jnp.int32)
     gathered = exponents[None] if near_one else exponents
     for names in levels if near_one else ():
@@ -291,7 +292,7 @@ def delivered(
 
 
 def _exponents(sent: Chunks, arrays: Arrays) -> jax.Array:
-    """Return i32 ``(leaves,)``: the power of two just above the largest element of each leaf."""
+    """Return i32 ``(leaves,)``: the exponent of a power of two above the elements of each leaf."""
     largest: dict[int, jax.Array] = {}
     for chunk, x in zip(sent, arrays, strict=True):
         if chunk.block is None:
@@ -342,7 +343,7 @@ class Grid(NamedTuple):
     Attributes:
       shape: ``(slices, *shape of a slice)``.
       lines: the number of lines in a slice. Lines are along the leaf's last dimension, or a single
-        line has all elements in order. Each line is split into rows.
+        line has all elements of the slice in order. Each line is split into rows.
       parts: the number of rows in each line.
       width: the number of elements in a row.
       multiple: padding makes the number of rows a multiple of this number.
@@ -356,7 +357,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int, multiple: int) -> "Grid":
-        """Choose rows of up to ``block`` elements, and of up to 1024 if there is a single line."""
+        """Choose rows of up to ``block`` elements, or ``min(block, 1024)`` with a single line."""
         size = math.prod(shape[1:])
         last = shape[-1]
         parts = math.ceil(last / block)
@@ -382,12 +383,7 @@ class Grid(NamedTuple):
     def slices(self, rows: jax.Array) -> jax.Array:
         """Invert ``rows``, for any number of slices."""
         length = math.prod(self.shape[1:]) // self.lines
-        # The first cut removes rows of padding. With a single line, the last cut removes all
-        # padding.
+        # This slicing removes rows of padding. With a single line, ``[..., :length]`` below removes
+        # all padding.
         x = rows[:, : self.lines * self.parts] if self.lines > 1 else rows
         return x.reshape(len(x), self.lines, -1)[..., :length].reshape(len(x), *self.shape[1:])
-
-
-def check_bytes(who: str, n: int | None) -> int | None:
-    """Return the argument ``bucket_bytes``, a positive number, or ``None`` for the default."""
-    return None if n is None else checks.positive_int(who, "bucket_bytes", n, "2**23 is 8 MiB.")

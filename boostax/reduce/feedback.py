@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Error feedback for all codecs: the unsent part of a gradient is added to the next gradient.
 
-With the gradient :math:`g_r` and the residual :math:`e_r` of replica r, and a codec that sends
-:math:`C(a)` for a leaf a:
+Let :math:`g_r` be the gradient and :math:`e_r` the residual of replica r, and let :math:`C(a)` be
+the part of a leaf a that the codec sends:
 
 .. math::
   a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
@@ -37,7 +37,8 @@ class CompressedState(NamedTuple):
       residual: a ``PerReplica`` of the part of the gradients that each replica has not sent yet: a
         tree like the params, in f32 or wider, with complex numbers as pairs. Residuals have the
         scale of the gradients that ``update`` receives; inside a loss scaler, these gradients are
-        already unscaled. ``None`` for a leaf that is sent dense, or without error feedback.
+        already unscaled. ``None`` for a leaf that is averaged without compression, or without error
+        feedback.
       velocity: a ``PerReplica`` like ``residual`` with the velocity ``v`` of momentum correction;
         or ``None``.
       codec: state of the codec, the same on all replicas.
@@ -78,8 +79,9 @@ def compress(
       a_r = g_r + e_r, \qquad u = \tfrac1n \sum_r C(a_r), \qquad e_r \leftarrow a_r - C(a_r)
 
     ``top_k_reduce``, ``int8_reduce`` and the other compressed reductions call ``compress`` with a
-    codec of boostax. A codec of your own has the same features: error feedback, dense leaves,
-    shards, a common decision on finite gradients, resharding.
+    codec of boostax. A codec of your own has the same features: error feedback, leaves that are
+    averaged without compression, sharded leaves, resharding, and a check for finite gradients that
+    has one result on all replicas.
 
     Args:
       codec: a ``boostax.reduce.Codec``.
@@ -87,7 +89,7 @@ def compress(
         ``make_train_step`` or ``on_mesh``.
       error_feedback: whether to keep ``e``, the part that was not sent, for the next step.
       decay: the factor in ``a = g + decay * e``. With a factor below 1, old residuals decay.
-        SparseLoCo uses 0.95, for gradients that are the distance covered by many steps.
+        SparseLoCo uses 0.95, where each gradient is the change of the params over many steps.
       dense: leaves that are averaged without compression: a function of path
         (``"layers/0/bias"``) and leaf, or a tree of bools or a prefix of such a tree.
       momentum: coefficient of momentum correction (Deep Gradient Compression), which sends ``v =
@@ -127,13 +129,13 @@ def compress(
     fading = "1 keeps the residual; SparseLoCo uses 0.95."
     if momentum is not None:
         hint = "Pass the momentum here, not to the optimizer; 0.9 is usual."
-        checks.number(who, "momentum", momentum, "in [0, 1)", lambda x: 0 <= x < 1, hint)
+        checks.number(who, "momentum", momentum, "in [0, 1)", hint, least=0, below=1)
     if not error_feedback:
         hint = "Only a residual needs this momentum. Pass momentum to the optimizer instead."
         checks.absent(who, "momentum", momentum, "None without feedback", hint)
-        checks.number(who, "decay", decay, "1 without feedback", lambda x: x == 1, fading)
+        checks.number(who, "decay", decay, "1 without feedback", fading, least=1, most=1)
     else:
-        checks.number(who, "decay", decay, "in (0, 1]", lambda x: 0 < x <= 1, fading)
+        checks.number(who, "decay", decay, "in (0, 1]", fading, above=0, most=1)
     for x in [] if callable(dense) else jax.tree.leaves(dense):
         hint = "For norms and biases, pass lambda path, leaf: leaf.ndim < 2."
         allowed = "a function of path and leaf, or a tree of bools"
@@ -197,7 +199,8 @@ class _Feedback(NamedTuple):
         def leaves_of(tree: PyTree) -> list[PyTree]:
             return [treedef.flatten_up_to(tree)[i] for i in coded]
 
-        # Residuals are ``None`` without error feedback, and velocities without momentum.
+        # Without error feedback, the residuals are ``None``. Without momentum, the velocities are
+        # ``None``.
         old, velocity = map(leaves_of, (state.residual.local, state.velocity.local))
         flow = [exchange.real(leaves[i]) for i in coded]
         if self.error_feedback:
@@ -225,12 +228,13 @@ class _Feedback(NamedTuple):
         unsent = jnp.where(jnp.isfinite(total[1] + norm[1]), shares[1], shares[0])
         if self.momentum is not None:
             # An element whose residual equals ``target`` was not sent, so its velocity remains.
-            # The residual is compared before ``late`` is added.
+            # ``residual`` does not contain ``late`` in this comparison.
             flows = zip(residual, target, flow, velocity, strict=True)
             velocity = [if_finite(jnp.where(r == w, v, 0), old) for r, w, v, old in flows]
         means = {i: reduced(leaves[i], names, "after") for i in dense}
         for i, mean in zip(coded, message.means, strict=True):
-            # A codec could encode an infinite or NaN gradient as finite numbers.
+            # A codec could encode an infinite or NaN gradient as finite numbers, so NaN replaces
+            # the means.
             means[i] = exchange.like(jnp.where(finite, mean, jnp.nan), leaves[i])
         return treedef.unflatten([means[i] for i in range(len(leaves))]), CompressedState(
             residual=replicas.PerReplica(spread(corrected if self.error_feedback else old)),
@@ -245,12 +249,12 @@ def _reduced(codec: Codec, leaves: list[jax.Array], state: PyTree, names: Names)
     """Run the codec once for each group of leaves with the same varying axes.
 
     If leaves with different varying axes were packed together, each leaf would vary over the axes
-    of all the leaves. Outside a ``PerLeaf``, every group receives the same old state, and the new
-    state of the last group is used.
+    of all the leaves. The state outside of a ``PerLeaf`` is not split between groups: every group
+    receives the old state, and the last group returns the new state.
     """
     rows: dict[int, PyTree] = {}
     new_state = state
-    # This becomes the largest capacity of all groups. Without leaves, it stays 0.
+    # ``capacity`` becomes the largest capacity of all groups, or stays 0 without leaves.
     capacity = jnp.zeros((), jnp.float32)
     for kind in exchange.kinds(leaves, axes.varying):
         part = map_per_leaf(lambda values, kind=kind: [values[i] for i in kind], state)
@@ -271,7 +275,7 @@ def _merged(kind: list[int], old: list[PyTree], new: list[PyTree]) -> list[PyTre
 
 def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array:
     """Return the sum of ``norms.square_sums`` over all replicas, with ``growth`` added."""
-    # A growth may be negative, so rounding may make the total slightly negative.
+    # An element of ``growth`` may be negative, so rounding may make the total slightly negative.
     squares = [*norms.square_sums(leaves), *growth]
     return jnp.maximum(axes.summed(squares, lambda x: axes.varying(x) - frozenset(names), names), 0)
 
@@ -279,7 +283,7 @@ def _square_sums(leaves: Arrays, names: Names, growth: Arrays = ()) -> jax.Array
 def _with_late(
     residual: Arrays, late: Sequence[Late | None], finite: jax.Array, names: Names
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Add ``late`` to this replica's slices, in place; return the growth of square sums, too."""
+    """Add ``late`` to this replica's slices, in place; also return the growth of squared norms."""
     result = [*residual]
     growth: list[jax.Array] = []
     for i, (dim, more) in ((i, x) for i, x in enumerate(late) if x is not None):
@@ -294,6 +298,6 @@ def _with_late(
 
 
 def _spread(treedef: Any, indices: list[int], values: list[PyTree]) -> PyTree:
-    """Return a tree of the values at these leaves, with ``None`` for other leaves."""
+    """Return a tree with the values at the leaves of ``indices``, and ``None`` at other leaves."""
     by_index = dict(zip(indices, values, strict=True))
     return treedef.unflatten([by_index.get(i) for i in range(treedef.num_leaves)])

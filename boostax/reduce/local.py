@@ -18,7 +18,7 @@ from boostax._core import axes, checks, gate, protocols, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
 from boostax.reduce import exchange
-from boostax.reduce.mean import all_reduce, reduction
+from boostax.reduce.mean import all_reduce, check_bytes, reduction
 
 Extended = optax.GradientTransformationExtraArgs
 # A flag for each fragment: whether a step synchronizes the fragment.
@@ -82,18 +82,18 @@ class _Rounds(NamedTuple):
         """Return the first state; refuse params that differ per replica."""
         is_valid = not any(kind & frozenset(self.names) for kind in axes.types(params))
         got = f"params that vary over {', '.join(self.names)}"
-        allowed = "equal on all replicas"
         hint = "Call init outside the mapped function, or before the replicas' params differ."
-        checks.require(is_valid, self.who, "params", got=got, allowed=allowed, hint=hint)
+        checks.require(is_valid, self.who, "params", got, "equal on all replicas", hint)
         wide = trees.at_least_float32(params)
         parts = [_part(wide, group) for group in self.members(params)]
+        outer = self.outer or optax.identity()
         inner = gate.init_optimizer(self.who, self.inner, params)
         return LocalUpdatesState(
             since_sync=jnp.zeros((), jnp.int32),
             syncs=jnp.zeros((), jnp.int32),
             anchor=jax.tree.map(_copy, params) if self.outer else None,
             reduction_state=tuple(self.reduce.init(part) for part in parts),
-            outer_state=tuple(trees.first_state(self.outer or optax.identity(), x) for x in parts),
+            outer_state=tuple(trees.unshared(outer.init(x), x) for x in parts),
             inner_state=replicas.PerReplica(axes.to_varying(inner, self.names)),
         )
 
@@ -127,7 +127,7 @@ class _Rounds(NamedTuple):
         return trees.as_updates(value, local), state._replace(since_sync=since, inner_state=inner)
 
     def flush(self, state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
-        """Synchronize all fragments, except those that the outer optimizer just synchronized."""
+        """Synchronize all fragments, except those that the last step synchronized by ``outer``."""
         axes.require_bound(self.names, self.who)
         local = axes.to_varying(params, self.names)
         since = state.since_sync
@@ -136,7 +136,7 @@ class _Rounds(NamedTuple):
         return value, new._replace(since_sync=jnp.zeros_like(since), inner_state=state.inner_state)
 
     def _due(self, state: LocalUpdatesState, since: jax.Array) -> tuple[jax.Array, Due]:
-        """Return whether step ``since`` synchronizes all params, and a bool for each fragment."""
+        """Return whether step ``since`` synchronizes all params, and which fragments are due."""
         count = len(state.outer_state)
         every = self.every or count
         phase = since % every
@@ -166,8 +166,8 @@ class _Rounds(NamedTuple):
         Args:
           groups: the indices of the leaves in each group.
           due: a bool scalar for each group, equal on all replicas.
-          mean: a function from the state of a group, and its params after a step, to averaged
-            params and a new state.
+          mean: a function of the state of a group and of its params after a step, which returns
+            averaged params and a new state.
           states: the state of each group.
           step: the params of a replica before the step, ``local``; the result of the step,
             ``value``; and whether ``value`` is the new params (``apply``) or the updates.
@@ -206,7 +206,7 @@ class _Rounds(NamedTuple):
         return anchor, (anchor, reduction_state, outer_state)
 
     def transformation(self) -> Extended:
-        """Return the transformation with these steps; refuse gates inside it."""
+        """Return the transformation with these steps; refuse gates in ``inner``."""
         gate.refuse_gates(self.who, [gate.gate_of(self.inner)])
         inner = {"inner_state": self.inner}
         step = describe(self.who, "own params", self.names, inner=inner)(self.step)
@@ -226,9 +226,9 @@ def local_updates(
 ) -> Extended:
     r"""Train every replica separately for ``every`` steps, then synchronize: local SGD, DiLoCo.
 
-    From a common anchor :math:`a`, each replica makes :math:`H` steps of ``inner`` with its own
-    gradients. The mean distance of the replicas from the anchor is the gradient that ``outer``
-    receives:
+    From a common anchor :math:`a`, each replica makes :math:`H` steps (``every``) of ``inner`` with
+    its own gradients. The mean distance of the replicas from the anchor is the gradient that
+    ``outer`` receives:
 
     .. math::
       \Delta = \tfrac1n \sum_{r=1}^{n} (a - p_r), \qquad
@@ -238,33 +238,34 @@ def local_updates(
     ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo. The state of ``inner`` is never
     averaged.
 
-    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Only gates may be
+    Params differ per replica; ``docs/cards/local_updates.md`` shows a loop. Only gates may be
     around ``local_updates``: ``dynamic_loss_scale(local_updates(...), axis_name=...)``. Only
-    applied steps count. ``boostax.flush`` synchronizes the replicas before the end of a round.
+    applied steps count towards ``every``. ``boostax.flush`` synchronizes the replicas before the
+    end of a round.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
       every: number of steps from one synchronization to the next; with 1, every step synchronizes.
       outer: an optimizer for the anchor, without collectives, which computes in f32 or wider.
         ``None`` averages the params themselves, without ``reduction`` or an anchor.
-      fragments: the parts of the params that are synchronized one after the other, evenly spaced,
-        each fragment once in ``every`` steps (Streaming DiLoCo). A number divides the leaves into
-        runs of about equal size. A tree has the fragment of each leaf, like ``partitions`` of
-        ``partial_average``.
+      fragments: the parts of the params that are synchronized at different steps, evenly spaced,
+        each fragment once in ``every`` steps (Streaming DiLoCo). A number divides the leaves, in
+        their order, into this number of parts of about equal size. A tree has the fragment of each
+        leaf, like ``partitions`` of ``partial_average``.
       reduction: the reduction that computes :math:`\Delta`, such as ``all_reduce(axis_name,
         wire_dtype="bfloat16")`` or ``adasum(axis_name)``. ``None`` uses ``all_reduce(axis_name)``.
-      warmup: number of first steps; after each first step, all params are averaged in f32 or wider.
-        Later steps use ``every``, ``outer`` and ``reduction``.
+      warmup: number of steps at the beginning of training; each of these steps averages all params,
+        in f32 or wider. Later steps use ``every``, ``outer`` and ``reduction``.
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
 
     Returns:
       A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the params
-      become bit-equal to the anchor. The pure ``update`` returns differences, so
-      ``params + updates`` has a rounding error, relative to the larger of the old and the new
-      param. The error changes the anchor only through the next :math:`\Delta`. Cost: one all-reduce
-      of the params in f32 or wider per ``every`` steps, and no other collective; a copy of the
-      params, and the outer state; with ``outer=None``, no copy and no outer state.
+      become bit-equal to the anchor. The pure ``update`` returns differences, so ``params +
+      updates`` has a rounding error, in proportion to the larger of the old and the new param. The
+      error changes the anchor only through the next :math:`\Delta`. Cost: one all-reduce of the
+      params in f32 or wider per ``every`` steps, and no other collective; a copy of the params, and
+      the outer state; with ``outer=None``, no copy and no outer state.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per
@@ -311,7 +312,7 @@ def _part(tree: PyTree, group: Sequence[int]) -> PyTree:
 
 
 def _joined(tree: PyTree, groups: Sequence[Sequence[int]], parts: Sequence[PyTree]) -> PyTree:
-    """Return the tree in which the leaves of each group are from the part of this group."""
+    """Return ``tree`` with the leaves of each group taken from the part of this group."""
     leaves, structure = jax.tree.flatten(tree)
     for group, part in zip(groups, parts, strict=True):
         for i, leaf in zip(sorted(group), jax.tree.leaves(part), strict=True):
@@ -342,16 +343,16 @@ def partial_average(
     Every param is averaged once in :math:`K` steps; the state of ``inner`` is never averaged. The
     result equals the result of ``local_updates(inner, every=K, outer=None, fragments=partitions)``.
 
-    Params differ per replica; ``docs/cards/local_updates.md`` shows the loop. Only gates may be
+    Params differ per replica; ``docs/cards/local_updates.md`` shows a loop. Only gates may be
     around ``partial_average``: ``dynamic_loss_scale(partial_average(...), axis_name=...)``. A
-    skipped step averages no params, and the next step averages the same partition.
-    ``boostax.flush`` averages all params, and the rotation begins again.
+    skipped step averages no params, so the next step averages the partition of the skipped step.
+    ``boostax.flush`` averages all params, and the next step averages the first partition.
 
     Args:
       inner: an optimizer without collectives over ``axis_name`` and without a gate of boostax.
-      partitions: the number of partitions, at most the number of leaves. The leaves are divided
-        into runs so that the largest run is as small as possible. Or the partition of each leaf,
-        numbered from 0: a tree of integers like the params, or a prefix of such a tree.
+      partitions: the number of partitions, at most the number of leaves. A partition has
+        neighbouring leaves, and the largest partition is as small as possible. Or the partition of
+        each leaf, numbered from 0: a tree of integers like the params, or a prefix of such a tree.
       bucket_bytes: the size of a partition as in SINGA, instead of ``partitions``. Leaves are added
         to a partition, from the last leaf to the first, until the partition exceeds this number of
         bytes (of f32). A larger leaf is a partition by itself. ``2**23`` is SINGA's default.
@@ -360,10 +361,10 @@ def partial_average(
 
     Returns:
       A transformation with a ``LocalUpdatesState``. With ``boostax.apply_gradients``, the averaged
-      params become bit-equal on all replicas. The pure ``update`` returns differences, so
-      ``params + updates`` has a rounding error, relative to the larger of the old and the new
-      param. The next average removes this error. Cost: one all-reduce of a partition per step, in
-      f32 or wider; no state besides that of ``inner``.
+      params become bit-equal on all replicas. The pure ``update`` returns differences, so ``params
+      + updates`` has a rounding error, in proportion to the larger of the old and the new param.
+      The next average removes this error. Cost: one all-reduce of a partition per step, in f32 or
+      wider; no state besides that of ``inner``.
 
     Raises:
       ValueError, TypeError: an argument out of range; ``init`` with params that differ per replica,
@@ -381,7 +382,8 @@ def partial_average(
 
     References:
       Apache SINGA's ``DistOpt.backward_and_partial_update``, which numbers the partitions in the
-      order of the backward pass (``bucket_bytes``) and loses their state in a checkpoint.
+      order of the backward pass (``bucket_bytes``), and does not save the next partition in a
+      checkpoint.
     """
     who = "partial_average"
     hint = "4 averages a quarter of the params per step. bucket_bytes= makes partitions by size."
@@ -395,7 +397,7 @@ def partitioning(
     who: str, argument: str, partitions: PyTree, hint: str, bucket_bytes: int | None = None
 ) -> Callable[[PyTree], list[list[int]]]:
     """Return a function from params to the indices of the leaves in each partition."""
-    bucket = exchange.check_bytes(who, bucket_bytes)
+    bucket = check_bytes(who, bucket_bytes)
     is_count = jax.tree_util.all_leaves([partitions])
     count = 0
     if bucket is not None:
@@ -429,7 +431,7 @@ def partitioning(
 
 
 def _even_runs(sizes: list[int], count: int) -> list[int]:
-    """Split items into runs, the largest as small as possible; return the run of each item."""
+    """Split items into runs whose largest is as small as possible; return the run of each item."""
 
     def runs(limit: int) -> list[int]:
         labels = [0]

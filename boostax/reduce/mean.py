@@ -28,12 +28,12 @@ Op = Literal["mean", "sum"]
 class SumState(NamedTuple):
     """State of ``all_reduce(op="sum")``, without arrays, which shows that gradients are summed."""
 
-    # A window around this reduction contains each replica's part of a sum.
+    # In a window around this reduction, the gradient of each replica is a part of a sum.
     sums_gradients = protocols.yes
 
 
 def reduction(factory: bound_axis.Factory) -> bound_axis.Factory:
-    """Make the ``axis_name`` of a reduction optional, and report its axes to outer gates."""
+    """Make ``axis_name`` optional, and report the axes of the reduction to outer gates."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Extended:
@@ -101,39 +101,41 @@ def all_reduce(
 
     .. math:: u = \tfrac1n \sum_{r=1}^{n} \operatorname{clip}(g_r)
 
-    Put ``all_reduce`` first in the inner chain: ``accumulate(chain(all_reduce("data"), clip,
-    adamw), 8)`` reduces once per window.
+    Put ``all_reduce`` first in the chain, inside of gates: ``accumulate(chain(all_reduce("data"),
+    clip, adamw), 8)`` reduces once per window.
 
-    With a ``wire_dtype``, the gradients are sent in that dtype and summed in f32. bf16 has the
-    range of f32. In f16, every leaf is divided by its own power of two, so neither large gradients
-    nor their sum overflow, and small gradients lose no digits.
+    With a ``wire_dtype``, the gradients are sent in that dtype and summed in f32. The range of bf16
+    equals the range of f32, but the range of f16 is smaller. So with f16, every leaf is divided by
+    a power of two that suits this leaf. Then neither large gradients nor their sum overflow, and
+    small gradients lose no digits.
 
     Args:
       axis_name: mesh axis, or a tuple of axes, of the surrounding ``shard_map`` or ``pmap``.
         ``None`` means the axis of the surrounding ``make_train_step`` or ``on_mesh``.
       op: ``"mean"`` or ``"sum"``.
       wire_dtype: dtype on the wire: ``"bfloat16"`` or ``"float16"``; ``None`` for f32 or wider.
-      clip: bound on the magnitude of every element of a local gradient, applied first. Elements
-        that are not finite are not clipped, because a loss scaler must detect such elements.
-        ``None`` does not clip.
+      clip: bound on the magnitude of every element of a local gradient, applied before the
+        reduction. Elements that are not finite are not clipped, because a loss scaler must detect
+        such elements. ``None`` does not clip.
       divide: whether a mean divides ``"after"`` the sum or ``"before"`` the sum. ``"before"``
         avoids an overflow of the sum, such as of four gradients of 1e38 in f32.
-      bucket_bytes: leaves of fewer bytes (of f32) are packed, up to this number of bytes in a pack.
-        Packs save collectives and cost one copy. With ``None``, XLA merges the reductions of
-        several leaves. With ``None`` and ``wire_dtype``, leaves below 64 KiB (or 4 KiB in a
-        replica's slice) and vectors are packed, up to 8 MiB together. Between processes on CPUs,
-        XLA would send each leaf as a message. So ``None`` packs the unsharded leaves of a mean, up
-        to 1 MiB in a pack, and reduces shards (FSDP, ZeRO) by a ring of messages, each shard to the
-        replica that stores it.
+      bucket_bytes: leaves below this size in bytes (of f32) are packed, up to this size in a pack.
+        Packs save collectives, and cost one copy of the leaves. With ``None``, leaves are not
+        packed, because XLA merges the reductions of several leaves. With ``None`` and
+        ``wire_dtype``, vectors and leaves below ``max(64 KiB, 4 KiB * replicas)`` are packed, up to
+        8 MiB in a pack with up to 128 replicas. Between processes on CPUs, XLA would send each leaf
+        as a message. So there, ``None`` packs the unsharded leaves of a mean, up to 1 MiB in a
+        pack. ``None`` also reduces shards (FSDP, ZeRO) by a ring of messages, each shard to the
+        replica that stores the shard.
 
     Returns:
       A transformation without state. The sum is computed in f32 or wider and cast back to the
       gradients' dtype, with saturation. Cost: one all-reduce for each leaf in its own shape
-      (``jax.lax.pmean``), which XLA may merge; 4 bytes an element on the wire, times ``2 (n-1)/n``
-      on a ring. With ``wire_dtype``, the cost is 2 bytes an element, by an all-to-all and an
-      all-gather of each leaf, split along one of its dimensions, and of each pack of small leaves.
-      In f16, there are two more gathers of 4 bytes a leaf. Compiled for TPU v5e, a train step of 67
-      M params takes 1.12 (bf16) and 1.56 (f16) times the cycles of the step with the f32 mean.
+      (``jax.lax.pmean``), which XLA may merge; 4 bytes per element on the wire, times ``2 (n-1)/n``
+      on a ring. With ``wire_dtype``, each leaf and each pack of small leaves needs an all-to-all
+      and an all-gather instead, with 2 bytes per element. With f16, there are two more gathers of 4
+      bytes per leaf. A train step with 67 M params, compiled for TPU v5e, takes 1.12 (bf16) and
+      1.56 (f16) times the cycles of the step with the f32 mean.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -158,8 +160,8 @@ def all_reduce(
     checks.choice(who, "divide", divide, When, "The default divides after the sum.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     if clip is not None:
-        checks.number(who, "clip", clip, "greater than 0", lambda x: x > 0, "SINGA's is 100.")
-    bucket_bytes = exchange.check_bytes(who, bucket_bytes)
+        checks.number(who, "clip", clip, "greater than 0", "SINGA's is 100.", above=0)
+    bucket_bytes = check_bytes(who, bucket_bytes)
     dividing: Divide = divide if op == "mean" else "never"
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Stepped:
@@ -182,7 +184,7 @@ def all_reduce(
             leaves = [reduced(x, names, dividing) for x in leaves]
         return treedef.unflatten(leaves), state
 
-    # A mean in f32 is a plain sum, which XLA shards by itself.
+    # If gradients are sent in f32, the reduction is a ``psum``, which XLA shards by itself.
     update = update_fn if wire is None else on_shards(who, names, update_fn)
     state = SumState() if op == "sum" else optax.EmptyState()
     update = describe(who, "mean", names)(update)
@@ -219,7 +221,7 @@ def _in_messages(
 
 
 def _to_owners(name: str, divide: Divide, dims: Sequence[int], leaves: Arrays) -> list[jax.Array]:
-    """Reduce leaves to this replica's slices along ``dims``, in the messages of a ring."""
+    """Reduce leaves to this replica's slices along ``dims``, by ``collectives.ring``."""
     count = lax.axis_size(name)
     wide = [x.astype(trees.wide_dtype(x)) for x in leaves]
     wide = [x / count for x in wide] if divide == "before" else wide
@@ -237,7 +239,7 @@ def _in_packs(
     """Reduce the leaves of each kind together, as real arrays; empty leaves are not sent.
 
     Neighbouring leaves share a message of up to ``bucket_bytes``. With a half dtype ``wire``,
-    leaves are sent and returned in this dtype, and the sum is in f32.
+    leaves and means are sent in this dtype, and the sum is in f32.
     """
     result = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     for kind in exchange.kinds(leaves):
@@ -258,3 +260,8 @@ def _in_packs(
         for i, x in zip(kind, means, strict=True):
             result[i] = exchange.like(x, leaves[i])
     return result
+
+
+def check_bytes(who: str, n: int | None) -> int | None:
+    """Check and return ``bucket_bytes``: a positive number, or ``None`` for the default."""
+    return None if n is None else checks.positive_int(who, "bucket_bytes", n, "2**23 is 8 MiB.")

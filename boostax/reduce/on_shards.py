@@ -26,8 +26,8 @@ from boostax._core.replicas import specs_like
 from boostax._core.types import PyTree
 from boostax.reduce.codec import Names
 
-# Functions from gradients, per-replica values and shared values to means, new per-replica values
-# and new shared values.
+# An ``OnDevice`` function maps gradients, per-replica values and shared values to means, new
+# per-replica values and new shared values.
 Parts = tuple[PyTree, PyTree, PyTree]
 OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
 
@@ -35,7 +35,7 @@ OnDevice = Callable[[PyTree, PyTree, PyTree], Parts]
 def to_owners(
     who: str, dims: Mapping[Path, int], leaves: list[jax.Array], send: Callable[..., PyTree]
 ) -> list[jax.Array]:
-    """Reduce leaves to their means, of which each replica receives the shards that it owns.
+    """Average leaves over the replicas, and return to each replica the slices that it owns.
 
     The reduction runs outside of the ``vmap`` over the replica axis. Leaves that are equal on all
     replicas are unchanged.
@@ -70,14 +70,14 @@ def to_owners(
             means |= zip(local, call([leaves[i] for i in local]), strict=True)
         return [*means.values()], [False] * len(leaves)
 
-    # ``vmap`` maps the index of the replica, so JAX always calls the rule.
+    # ``vmap`` maps the index of the replica, so JAX always calls the rule of ``mean``.
     return mean(lax.axis_index(name), leaves)
 
 
 def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
-    """Return gradients; refuse gradients that ``vmap`` shows to be equal on all replicas.
+    """Return gradients; refuse gradients if ``vmap`` shows that all are equal on all replicas.
 
-    Some leaves may be equal, such as zeros for frozen params.
+    Some of the leaves may be equal on all replicas, such as zeros for frozen params.
     """
     placement = placed_here()
     if placement is None or set(names) != set(placement.names) or not jax.tree.leaves(grads):
@@ -96,7 +96,7 @@ def local_alone(grads: PyTree, names: Names, who: str) -> PyTree:
 
 
 def on_shards(who: str, names: Names, update: Callable[..., Stepped]) -> Callable[..., Stepped]:
-    """Make the ``update`` of a reduction that runs on the shards of every device.
+    """Return a function that runs a reduction's ``update`` on the shards of every device.
 
     In a function that is mapped over named axes, the returned function equals ``update``. Inside
     ``Placement.map_replicas``, the returned function runs outside of the ``vmap``, in a

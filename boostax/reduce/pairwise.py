@@ -11,13 +11,13 @@ neighbouring pairs. A *row* is the gradient of one replica. A row without a part
 unchanged. This file computes with arrays, and ``exchange.py`` sends arrays.
 
 ``_read`` computes the dot products of all pairs. From these products, ``_weight`` computes the
-factors ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2``. ``_combine`` multiplies the factors of the
-rows in each node by the factors of the node. ``_tree`` multiplies each row by its factors of all
-levels, and sums the rows.
+factors ``1 - a.b / 2|a|**2`` and ``1 - a.b / 2|b|**2``. A *node* of the tree is the AdaSum of
+several rows. ``_combine`` multiplies the factors of the rows in a node by the factor of the node.
+``_tree`` multiplies each row by its factors of all levels, and sums the rows.
 
 Every row is stored with a power of two, ``value = row * 2**exponent``, so that the largest element
-of a row is just below one. Products with powers of two are exact, so no value over- or underflows
-in f32, even if the gradients of one replica are 1e30 times those of another replica.
+of ``row`` is just below one. So no value over- or underflows in f32, even if the gradients of one
+replica are 1e30 times those of another replica. Products with powers of two are exact.
 
 References:
   Maleki et al., Scaling Distributed Training with Adaptive Summation,
@@ -126,7 +126,8 @@ def grown(x: jax.Array, exponents: jax.Array, owners: np.ndarray) -> jax.Array:
 def leafwise(x: jax.Array, values: jax.Array, owners: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Return ``x`` in blocks of columns, and ``values`` broadcast to the blocks.
 
-    ``values`` are ``(*lead, leaves)``, and ``x`` has the same leading dimensions ``lead``.
+    ``values`` has the shape ``(*lead, leaves)``, and ``x`` has the same leading dimensions
+    ``lead``.
     """
     if len(owners) == 1:
         by_leaf = values[..., owners[0]]
@@ -165,8 +166,9 @@ def combine_replicas(
     alignment: list[jax.Array] = []
     while len(nodes.exponents) > 1:
         dots, difference, of_sum = _read(rows, nodes, units)
-        # ``nodes.pairs`` has the exponents of the units of each leaf's dot products. If all leaves
-        # share their dot products, the exponents are the largest of all leaves.
+        # The dot products of a leaf have units, whose exponents are in ``nodes.pairs``. With
+        # ``together``, all leaves share each dot product, and its units have the largest exponents
+        # of all leaves.
         tops = tuple(x.max(1, keepdims=True) if together else x for x in nodes.pairs)
         partial = [dots, difference]
         if together:
@@ -199,7 +201,8 @@ def join_rows(parts: Sequence[Rows], copies: Sequence[int]) -> Rows:
 def _tree(bucket: Bucket, factors: Factors, level: int) -> list[jax.Array]:
     """Return the nodes of a level, summed as a tree, so that the result of equal rows is exact.
 
-    The rows are added one by one, so XLA:CPU reads the rows of the exchange without a copy.
+    The rows are separate arrays, which are added in pairs, so XLA:CPU reads the rows of the
+    exchange without a copy.
     """
     is_single = (bucket.owners == bucket.owners[0]).all()
     above, below = (x[:, bucket.owners[:1] if is_single else bucket.owners] for x in factors)
@@ -251,10 +254,10 @@ def _read(
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Return the products of the pairs, from one reading of the rows.
 
-    The products are a.a, a.b and b.b, ``(3, pairs, leaves)``. The second result is the summed
-    difference, ``(pairs, leaves)``, which is 0 only if a and b are equal bit for bit. For the last
-    pair, the third result is the squared norm of all rows' sum, ``(leaves,)``, in units of
-    ``4**units``.
+    The first result has the products a.a, a.b and b.b of each pair, ``(3, pairs, leaves)``. The
+    second result is the sum of ``|a - b|``, ``(pairs, leaves)``, which is 0 only if a and b are
+    equal bit for bit. At the last pair of the tree, the third result is the squared norm of the sum
+    of all rows, ``(leaves,)``, in units of ``4**units``.
     """
     left, right = nodes.pairs
     last = len(nodes.exponents) == 2
@@ -288,8 +291,9 @@ def _sum_of_squares(rows: Rows, nodes: Nodes, dots: jax.Array, units: jax.Array)
 def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array) -> Nodes:
     """Return the next level: each pair becomes a node, and the factors of its rows are updated."""
     aa, ab, bb = dots
-    # ``a.a`` is in units of ``4**tops[0]``, ``b.b`` of ``4**tops[1]``, and ``a.b`` of ``2**(tops[0]
-    # + tops[1])``. So ``a.b / a.a`` is in units of ``2**lead``, and ``a.b / b.b`` of ``2**-lead``.
+    # The units are ``4**tops[0]`` for ``a.a``, ``4**tops[1]`` for ``b.b``, and ``2**sum(tops)`` for
+    # ``a.b``. So the unit of ``a.b / a.a`` is ``2**lead``, and the unit of ``a.b / b.b`` is
+    # ``2**-lead``.
     lead = tops[1] - tops[0]
     left, right = nodes.pairs
     cross_left = left + lead
@@ -301,7 +305,7 @@ def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array)
     odd = nodes.exponents[2 * len(units) :]
     ones = jnp.ones(odd.shape, ab.dtype)
     shape = len(units), 2, units.shape[1]
-    # The index of the node that contains each row.
+    # For each row, the index of the node that contains the row.
     node = np.arange(len(nodes.factors.above)) >> nodes.level
     pairs = (jnp.broadcast_to(jnp.stack(x, 1), shape) for x in zip(of_a, of_b, strict=True))
     above, below = (jnp.concatenate([x.reshape(-1, shape[2]), ones]) for x in pairs)
@@ -312,15 +316,16 @@ def _combine(nodes: Nodes, tops: Arrays, dots: jax.Array, difference: jax.Array)
 def _weight(
     dot: jax.Array, norm: jax.Array, unit: jax.Array, cross: jax.Array, same: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the factor by which ``a`` is multiplied, ``1 - a.b / 2|a|**2``, as a quotient.
+    """Return the numerator and the denominator of ``1 - a.b / 2|a|**2``, the factor of ``a``.
 
-    Exchange a and b for the factor of ``b``. With powers of two, the factor is
-    ``2**unit - 2**cross * dot / (2 * norm)``, where ``dot`` is ``a.b`` and ``norm`` is ``|a|**2``.
-    The factor of a zero row is ``2**unit``. The factor of two equal rows is half of ``2**unit``.
+    To compute the factor of ``b``, exchange ``a`` and ``b``. With powers of two, the factor of
+    ``a`` is ``2**unit - 2**cross * dot / (2 * norm)``, where ``dot`` is ``a.b`` and ``norm`` is
+    ``|a|**2``. The factor of a zero row is ``2**unit``. The factor of two equal rows is half of
+    ``2**unit``.
 
     ``same`` is needed because the dot products of equal rows may differ in their last bit: XLA
-    contracts some products to fused multiply-adds. If a value is NaN, these comparisons are false,
-    so the factor is NaN.
+    contracts some products to fused multiply-adds. If a value is NaN, the row is neither zero nor
+    equal to the other row, so the factor is NaN.
     """
     unit = power_of_two(unit, dot.dtype)
     cross = power_of_two(cross, dot.dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantised reduction: every element is sent in 8 bits.
 
-The reduction needs *two shots*. An all-to-all sends codes of each slice to the replica that sums
-the slice. An all-gather returns the sums, quantised again.
+The reduction consists of two collectives (*two shots*). An all-to-all sends codes of each slice to
+the replica that sums the slice. An all-gather returns the sums, quantised again.
 """
 
 import dataclasses
@@ -26,15 +26,16 @@ LEVELS = 127
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Codec):
-    """Two shots of int8 with a scale per row.
+    """A mean in two shots of int8 codes, with a scale for each row.
 
-    The replica that rounds a mean adds the error of this second rounding to its residual, times the
-    number of replicas. So a later mean, which divides by this number, compensates for the error.
+    The replica that rounds a mean multiplies the error of this second rounding by the number of
+    replicas, and adds the product to its residual. A later mean divides by the number of replicas,
+    so it compensates for the error.
 
     Attributes:
       block: the maximum number of elements in a row; ``None`` for 256, or 4096 on a TPU.
       stochastic: whether to round up or down at random, which preserves the expected value, instead
-        of to nearest.
+        of to the nearest code.
       seed: seed of the rounding.
     """
 
@@ -52,7 +53,7 @@ class Int8(Codec):
         if self.stochastic:
             state, now = jax.random.split(state)
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
-        # The surrounding mesh may have devices that this machine does not have.
+        # The surrounding mesh may have devices of a platform that this machine does not have.
         device: Any = jax.sharding.get_abstract_mesh().abstract_device
         platform = device.platform if device is not None else jax.default_backend()
         # On a TPU, shorter rows would need a copy in another tiling.
@@ -81,9 +82,9 @@ class Int8(Codec):
 class _Slices(NamedTuple):
     """Leaves that are split into a slice for each replica; the slices are split into rows.
 
-    Rows are along a leaf's last dimension. Rows that are longer than a block are split into equal
-    parts. If the last dimension is shorter than a TPU's vector, or if the leaf is packed with other
-    leaves, a row is a run of elements in order.
+    Rows are along a leaf's last dimension. If the last dimension is longer than a block, it is
+    split into equal rows. If the last dimension is shorter than a TPU's vector, or if the leaf is
+    packed with other leaves, a row has consecutive elements of the flat array.
 
     Attributes:
       leaves: the leaves.
@@ -106,7 +107,8 @@ class _Slices(NamedTuple):
     def corrected(self, errors: Arrays, mean_errors: Arrays, names: Names) -> PyTree:
         """Return ``residuals`` and ``late`` of a message, from the errors of both roundings.
 
-        In this replica's slice, the error of the mean is added, times the number of replicas.
+        In this replica's slice, the error of the mean is multiplied by the number of replicas, and
+        added to the error of the first rounding.
         """
         replica = axes.index(names)
         late: list[Late | None] = [None] * len(self.leaves)
@@ -116,7 +118,8 @@ class _Slices(NamedTuple):
             leaf = chunk.indices[0]
             if chunk.block is None and not chunk.shapes[0][chunk.dim] % chunk.slices:
                 more = exchange.joined(grid.slices(more[None]), chunk.dim)
-                # Leaves of different dtypes were computed in their widest dtype.
+                # Leaves of different dtypes were computed in their widest dtype, so ``more`` is
+                # cast to the dtype of its leaf.
                 late[leaf] = chunk.dim, more.astype(self.leaves[leaf].dtype)
             else:
                 more += lax.dynamic_index_in_dim(errors[k], replica, 0, keepdims=False)
@@ -162,13 +165,13 @@ def int8_reduce(
 
     An all-to-all sends the codes of each slice of a leaf to the replica that sums this slice in
     f32. An all-gather returns the sums, quantised again. The two collectives send a quarter of a
-    mean's bytes for any number of replicas. A single all-gather of all replicas' codes would send
-    at least the bytes of a mean with eight replicas or more.
+    mean's bytes for any number of replicas. With eight or more replicas, a single all-gather of all
+    codes would send at least the bytes of a mean.
 
-    A leaf is split along one of its dimensions, and rows are along its last dimension, so the leaf
-    is not flattened. Some leaves are flattened, and split into rows of 256 elements, or up to 1024
-    on a TPU: small leaves, leaves without a dimension that the replicas divide evenly (up to 1%
-    padding), and leaves with rows below 128 elements.
+    A leaf is split along one of its dimensions, and rows are along its last dimension, so most
+    leaves are not flattened. Three kinds of leaves are flattened, and split into rows of 256
+    elements, or up to 1024 on a TPU: small leaves; leaves in which no dimension is a multiple of
+    the number of replicas, up to 1% padding; and leaves whose rows have fewer than 128 elements.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
@@ -186,8 +189,8 @@ def int8_reduce(
     Returns:
       A transformation with a ``CompressedState``. Cost: ``2 (n-1)/n (1 + 4 / row)`` bytes an
       element; an all-to-all and an all-gather of each leaf, of each pack of small leaves, and of
-      all scales together; a residual per replica; two all-reduces of 8 bytes. Compiled for TPU v5e,
-      a train step of 67 M params takes 1.94 times the cycles of the step with the f32 mean.
+      all scales together; a residual per replica; two all-reduces of 8 bytes. A train step with 67
+      M params, compiled for TPU v5e, takes 1.94 times the cycles of the step with the f32 mean.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.

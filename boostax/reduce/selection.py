@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest elements of an array, without sorting it.
+"""The largest elements of an array, without a sort.
 
-The smallest chosen magnitude is computed by counting larger elements; each read of the array
-determines two bits of this magnitude. The 32 bits of a word show which elements are chosen among 32
-rows of a column. The running sum of the ones in the words gives the position of the k-th chosen
-element. No array of the input's size is written.
+The smallest chosen magnitude is computed by counting larger elements: each read of the array
+determines two bits of this magnitude. The 32 bits of a word show which elements of a column are
+chosen in 32 rows. A running sum of the number of 1-bits in each word gives the position of the k-th
+chosen element. No array of the input's size is written.
 """
 
 import jax
@@ -38,7 +38,7 @@ def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     terms = [jnp.where(mask, bit, np.uint32(0)) for mask in masks]
     zeros = [np.uint32(0)] * len(terms)
     above, equal = lax.reduce(terms, zeros, lambda a, b: tuple(map(lax.bitwise_or, a, b)), (1,))
-    # Elements of magnitude ``least`` are chosen up to this position.
+    # Elements of magnitude ``least`` are chosen only before this position.
     cut = _cut(equal, count - _ones(above).sum())
     word = lax.iota(jnp.uint32, above.size).reshape(above.shape)
     part = jnp.where(word == cut // BITS, (np.uint32(1) << cut % BITS) - np.uint32(1), 0)
@@ -63,7 +63,7 @@ def at(positions: jax.Array, columns: int) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 def _last(x: jax.Array, count: int) -> jax.Array:
-    """Return the largest magnitude that at least ``count`` elements reach, two bits at a time."""
+    """Return the largest magnitude that ``count`` elements reach; compute two bits at a time."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = 8 * x.dtype.itemsize
 
@@ -92,7 +92,7 @@ def _ones(words: jax.Array) -> jax.Array:
 
 
 def _running(words: jax.Array) -> jax.Array:
-    """Return the number of 1-bits up to the end of each word, row by row."""
+    """Return, for each word in row-major order, the number of 1-bits up to the end of the word."""
     along = jnp.cumsum(_ones(words), 1)
     rows = along[:, -1]
     return along + (jnp.cumsum(rows) - rows)[:, None]

@@ -23,12 +23,13 @@ from boostax._core.types import PyTree
 from boostax.reduce import exchange, selection
 from boostax.reduce.codec import Arrays, Codec, Message, Staged, packed, switched, unpacked
 from boostax.reduce.feedback import Dense, compress
+from boostax.reduce.mean import check_bytes
 
-# Leaves of up to SMALL elements may be copied, so their elements are cut into rows in order.
+# A leaf of up to SMALL elements may be copied, so the elements of the flat leaf are cut into rows.
 SMALL = 2**14
 TILE = 2048
 Magnitude = jax.Array | float
-# The first bit of each of the four codes in a byte.
+# The position of the first bit of each of the four codes in a byte.
 SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
@@ -55,7 +56,7 @@ class Cut:
         return self.threshold * norms.root(norms.square_sums([leaf])[0] / leaf.size)
 
     def coded(self, values: jax.Array, least: Magnitude) -> jax.Array:
-        """Return the values that are sent, with zeros below the threshold."""
+        """Return the values in the dtype in which they are sent, with zeros below the threshold."""
         if self.threshold is not None:
             values = jnp.where(jnp.abs(values) >= least, values, 0)
         return values if self.wire_dtype is None else trees.saturate(values, self.wire_dtype)
@@ -65,14 +66,14 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return u8 codes ``(..., ceil(count / 4))``, and two magnitudes of each row, u16 ``(..., 2)``.
 
     Each value has a code of two bits. The first bit is the sign. The second bit is 1 if the
-    magnitude is above the mean of its row. The two magnitudes of a row are the mean magnitude of
-    the elements above the mean, and of all other elements, truncated to bfloat16. The bits of the
-    mean are truncated as integers, because XLA may remove a rounding that is followed by a
-    widening.
+    magnitude is above the mean magnitude of its row. One magnitude of a row is the mean over the
+    elements above this mean, and the other is the mean over all other elements, both truncated to
+    bfloat16. The bits are truncated as integers, because XLA may remove a cast to bfloat16 that is
+    followed by a cast to f32.
     """
     sizes = jnp.abs(values)
     large = sizes > (sizes / sizes.shape[-1]).sum(-1, keepdims=True)
-    # Each element is divided before the sum, because the sum could overflow.
+    # Each element is divided before the sum, because a sum of undivided elements could overflow.
     pairs = ((x, jnp.maximum(x.sum(-1, keepdims=True), 1)) for x in (~large, large))
     parts = [jnp.where(x, sizes / count, 0) for x, count in pairs]
     means = trees.saturate(jnp.stack([x.sum(-1) for x in parts], -1), np.dtype(np.float32))
@@ -83,7 +84,7 @@ def two_bits(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Runs(NamedTuple):
-    """A leaf whose elements are chosen separately in each run of elements; a leaf may be one run.
+    """A leaf that is split into runs; elements are chosen from each run. A leaf may be one run.
 
     Attributes:
       grid: the rows of the leaf.
@@ -97,7 +98,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block: int | None, count: Callable[[int], int]) -> "Runs":
-        """Split a leaf into runs of up to ``block`` elements; split no large leaf if ``None``."""
+        """Split a leaf into runs of up to ``block`` elements; ``None`` splits no large leaf."""
         size = math.prod(shape)
         if block is None and size > SMALL:
             grid = exchange.Grid.of((1, *shape), size, selection.BITS)
@@ -112,7 +113,7 @@ class Runs(NamedTuple):
         return cls(grid, (grid.height, selection.BITS, columns), min(count(grid.width), grid.width))
 
     def largest(self, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return positions ``(runs, count)``, ascending in each run, and the mask of the leaf."""
+        """Return positions ``(runs, count)``, ascending in each run, and a mask like the leaf."""
         positions, mask = _largest(self.rows(leaf), count=self.sent)
         narrow = math.prod(self.cells[1:]) <= 2**16
         return positions.astype(jnp.uint16 if narrow else jnp.uint32), self.leaf(mask)
@@ -128,7 +129,7 @@ class Runs(NamedTuple):
 
 
 def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Map ``fn`` over the runs; trace once per shape, because a large model has few shapes."""
+    """Map ``fn`` over the runs; trace ``fn`` once per shape, because models have few shapes."""
 
     def mapped(*arrays: jax.Array, **count: int) -> PyTree:
         if len(arrays[0]) > 1:
@@ -141,7 +142,7 @@ def _of_runs(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 _largest = _of_runs(selection.largest)
-# Reshape an array in the shape of ``add_at`` to the rows and columns of each run.
+# Reshape the result of ``add_at`` to the rows and columns of each run.
 cells = _of_runs(lambda x: x.transpose(0, 2, 1).reshape(-1, x.shape[1]))
 
 
@@ -154,17 +155,17 @@ def elements_at(rows: jax.Array, positions: jax.Array) -> jax.Array:
 
 @_of_runs
 def add_at(into: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
-    """Add values at positions to an array ``(runs, rows / BITS, columns, BITS)``."""
+    """Add ``values`` at ``positions`` to an array ``(runs, rows / BITS, columns, BITS)``."""
     chosen = into.at[selection.at(positions, into.shape[1])]
     # A TPU's compiler sorts indices unless ``indices_are_sorted`` is set.
     return chosen.add(values, unique_indices=True, indices_are_sorted=True)
 
 
 class _Bucket(NamedTuple):
-    """Leaves from which elements are chosen together; or one leaf.
+    """Leaves from which elements are chosen together, or a single leaf.
 
     Attributes:
-      leaves: their indices.
+      leaves: the indices of the leaves.
       array: the leaf; or the vector of several leaves, with zeros for elements below the threshold
         of their leaf.
       least: the threshold of the array.
@@ -207,9 +208,9 @@ class Largest(Codec):
         wires = [two_bits(x) if self.cut.bits else (x,) for x in values]
         arrays, structure = jax.tree.flatten((wires, positions))
         summed = self._summed(buckets, *structure.unflatten(_gathered(arrays, names)))
-        # With the barrier, the sums are written once. Otherwise, a TPU's compiler would move the
-        # operations that read the sums before the transposition in ``cells``, and also write their
-        # results.
+        # With the barrier, the sums are written once. Otherwise, a TPU's compiler would put the
+        # operations that read the sums ahead of the transposition in ``cells``, and would also
+        # write the results of these operations.
         totals = [lax.optimization_barrier(x) for x in summed]
         trios = zip(leaves, least, _split_buckets(leaves, buckets, masks), strict=True)
         sent = [jnp.where(mask, self.cut.coded(x, t).astype(x.dtype), 0) for x, t, mask in trios]
@@ -233,11 +234,12 @@ class Largest(Codec):
                 sizes = jnp.where(codes >= 2, means[..., 1:], means[..., :1])
                 values = jnp.where(codes % 2 == 1, -sizes, sizes)[..., : x.view.sent]
             runs, rows, columns = x.view.cells
-            # In this shape, the indices of ``selection.at`` are ascending.
+            # For an array of this shape, ``selection.at`` returns ascending indices.
             shape = runs, rows // selection.BITS, columns, selection.BITS
             zeros = axes.unify(jnp.zeros(shape, trees.wide_dtype(values)), values)
-            # The replicas are added one by one. In a single scatter-add, the hardware would choose
-            # the order in which equal positions are summed, and replicas would diverge by rounding.
+            # The elements of the replicas are added replica by replica. In a single scatter-add,
+            # the hardware would choose the order of the elements at equal positions. The sums of
+            # different replicas would then differ by rounding.
             total, _ = lax.scan(
                 lambda total, sent: (add_at(total, sent[1], sent[0].astype(total.dtype)), None),
                 zeros,
@@ -260,7 +262,7 @@ class Largest(Codec):
         return lacking == 0
 
     def _buckets(self, leaves: Arrays, least: Sequence[Magnitude]) -> list[_Bucket]:
-        """Return buckets of one leaf, or with ``bucket_bytes`` of several leaves of one dtype."""
+        """Return a bucket per leaf, or with ``bucket_bytes`` for several leaves of one dtype."""
         groups = [[i] for i in range(len(leaves))]
         if self.bucket_bytes is not None:
             sizes = ({i: 4 * leaves[i].size for i in kind} for kind in exchange.kinds(leaves))
@@ -295,7 +297,7 @@ class Threshold(Codec):
     chooses: bool = True
 
     def reduce(self, leaves: Arrays, state: PyTree, names: tuple[str, ...]) -> Message:
-        """Send by the branch of this step."""
+        """Send a sparse message if it has room for all elements; otherwise send the dense mean."""
         if self.capacity == 1:
             return self._dense(leaves, state, names)._replace(capacity=jnp.ones((), jnp.float32))
         forms = self.sparse.reduce, self._dense
@@ -363,31 +365,31 @@ def top_k_reduce(
       a_r = g_r + e_r, \quad u = \tfrac1n \sum_r \operatorname{top}_k(a_r), \quad
       e_r \leftarrow a_r - \operatorname{top}_k(a_r)
 
-    Put ``top_k_reduce`` first in the inner chain, instead of ``all_reduce``. The sent elements are
-    exact, so the sum of the sent part and the residual equals ``a_r`` bit for bit.
+    Put ``top_k_reduce`` first in the chain, instead of ``all_reduce``. By default, the sent
+    elements are exact, so the sum of the sent part and the residual equals ``a_r`` bit for bit.
 
     Args:
       axis_name: mesh axis, or a tuple of axes. ``None`` means the axis of the surrounding
         ``make_train_step`` or ``on_mesh``.
-      density: share of each leaf that is sent, ``ceil(density * size)`` elements. A dictionary is a
-        warm-up, from the number of applied steps to the share: ``{0: 0.25, 200: 0.05, 400: 0.01}``.
+      density: share of each leaf that is sent, ``ceil(density * size)`` elements. A dictionary from
+        numbers of applied steps to shares is a warm-up: ``{0: 0.25, 200: 0.05, 400: 0.01}``.
       count: number of elements per leaf (or block) that are sent, instead of ``density``.
-      block: number of elements in a run, if elements are chosen from each run of a leaf. Runs are
-        along the last dimension if it is long. With runs, positions need 2 bytes, and the sum of
-        squares of the chosen elements is 87 to 99% of that of the largest elements of the leaf. Use
-        1024. If a length is not a multiple of 32, runs are padded.
+      block: number of elements in a run, if elements are chosen from each run of a leaf. Use 1024.
+        Runs are along the last dimension if it is long. With runs, a position needs only 2 bytes.
+        The sum of squares of the chosen elements is 87 to 99% of the sum of squares of the largest
+        elements of the leaf. Runs are padded to a multiple of 32.
       bucket_bytes: number of bytes (of f32) up to which elements are chosen from several leaves
         together. Leaves are fused, from the last to the first, until the fused size exceeds this
         number. The elements of a larger leaf are chosen separately. The number of sent elements is
         the same, but leaves with larger elements send more. The cost is one copy of the fused
-        leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf.
+        leaves. ``2**23`` is SINGA's default. ``None`` chooses from every leaf separately.
       momentum: coefficient of momentum correction (DGC), which applies momentum before elements are
         chosen, and resets the momentum of sent elements. The optimizer must then have no momentum.
       wire_dtype: dtype of values on the wire, such as ``"bfloat16"``; ``None`` for f32. Rounding
         errors remain in the residual.
-      bits: 2 sends the sign of a value, and whether its magnitude is above the mean of its block
-        (or leaf). The two mean magnitudes, above and below this mean, need 4 bytes a block. Errors
-        remain in the residual. ``None`` sends values in ``wire_dtype``.
+      bits: 2 sends two bits of each value: the sign, and whether the magnitude is above the mean
+        magnitude of the block (or leaf). The mean magnitudes above and below this mean need 4 bytes
+        per block. Rounding errors remain in the residual. ``None`` sends values in ``wire_dtype``.
       error_feedback: whether to keep the elements that were not sent. Without error feedback, most
         params never change.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
@@ -396,11 +398,12 @@ def top_k_reduce(
 
     Returns:
       A transformation with a ``CompressedState``. Cost: 8 bytes for each sent element, gathered
-      from all replicas. In a leaf or block of up to 65536 elements, this is 6 bytes, or 4 with a
-      half ``wire_dtype``, or 2.25 with ``bits=2``. With k elements per replica, a ring sends
-      ``(n-1) k`` times these bytes, less than a mean's ``8 (n-1)/n N`` only if ``density < 1/n``.
-      Each replica has one residual with the size of the f32 gradients (two with ``momentum``); two
-      all-reduces of 8 bytes.
+      from all replicas. In a leaf or block of up to 65536 elements, each sent element needs only 6
+      bytes, or 4 bytes with a half ``wire_dtype``, or 2.25 bytes with ``bits=2``. If each replica
+      sends k elements of 8 bytes, a ring sends ``8 (n-1) k`` bytes, less than the ``8 (n-1)/n N``
+      bytes of a mean of N elements only if ``density < 1/n``. Each replica has a residual of the
+      size of the f32 gradients, and with ``momentum`` a velocity of the same size. Each step also
+      has two all-reduces of 8 bytes.
 
     Raises:
       ValueError, TypeError: an argument out of range; at trace time, an unbound axis, already
@@ -469,8 +472,8 @@ def threshold_reduce(
         so that a larger residual raises the threshold.
       block: see ``top_k_reduce``.
       bucket_bytes: number of bytes up to which leaves share the room of a message, as in
-        ``top_k_reduce``. The same elements are sent, but fewer steps are dense because a single
-        leaf has too many elements. With ``None``, leaves do not share room.
+        ``top_k_reduce``. The same elements are sent, but a single leaf with too many elements makes
+        fewer steps dense. With ``None``, leaves do not share room.
       wire_dtype: see ``top_k_reduce``; a dense step sends f32.
       error_feedback: whether to keep the elements that were not sent.
       decay: factor of the residual at each step; see ``boostax.reduce.compress``.
@@ -479,9 +482,10 @@ def threshold_reduce(
     Returns:
       A transformation with a ``CompressedState``. Cost: a sparse step sends the bytes of
       ``top_k_reduce(density=capacity)``, on a ring ``8 (n-1) capacity N``; a dense step sends the
-      bytes of a mean, ``8 (n-1)/n N``. The agreement before the sending costs 4 bytes and one read
-      of the gradients. ``boostax.metrics`` has ``capacity``: the share of elements for which the
-      messages of the last step had room, 1.0 for a dense step.
+      bytes of a mean, ``8 (n-1)/n N``. Before they send, the replicas agree on one of the two
+      forms, which costs an all-reduce of 4 bytes and one read of the gradients. ``boostax.metrics``
+      has ``capacity``: the share of elements for which the messages of the last step had room, 1.0
+      for a dense step.
 
     Raises:
       ValueError, TypeError: as ``top_k_reduce``.
@@ -503,7 +507,7 @@ def threshold_reduce(
       count of any replica, so shapes are not static.
     """
     who = "threshold_reduce"
-    checks.number(who, "threshold", threshold, "0 or more", lambda x: x >= 0, "SINGA's is 0.05.")
+    checks.number(who, "threshold", threshold, "0 or more", "SINGA's is 0.05.", least=0)
     _check_share(who, "capacity", capacity)
     cut = Cut(threshold, relative)
     largest = Largest(functools.partial(share, capacity), block, cut, bucket_bytes)
@@ -514,12 +518,11 @@ def threshold_reduce(
 
 def _checked(who: str, codec: Largest, wire_dtype: DTypeLike | None) -> Largest:
     """Check the arguments of a codec, and set the dtype of its values on the wire."""
-    block = codec.block
-    if block is not None:
+    if (block := codec.block) is not None:
         block = checks.positive_int(who, "block", block, "Pass a length such as 1000.")
     wire = None if wire_dtype is None else checks.floating_dtype(who, "wire_dtype", wire_dtype)
     cut = dataclasses.replace(codec.cut, wire_dtype=wire)
-    bucket_bytes = exchange.check_bytes(who, codec.bucket_bytes)
+    bucket_bytes = check_bytes(who, codec.bucket_bytes)
     return dataclasses.replace(codec, block=block, cut=cut, bucket_bytes=bucket_bytes)
 
 
@@ -540,4 +543,4 @@ def _by_density(who: str, density: Density, codec: Largest) -> Codec:
 
 
 def _check_share(who: str, argument: str, value: float) -> None:
-    checks.number(who, argument, value, "in (0, 1]", lambda x: 0 < x <= 1, "0.01 sends 1%.")
+    checks.number(who, argument, value, "in (0, 1]", "0.01 sends 1%.", above=0, most=1)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find directions in the space of the params, leaf by leaf, and compute along them.
+"""Find directions in the space of the params, leaf by leaf, and compute coordinates along them.
 
-With the m snapshots as rows of ``X`` (m, n), only matrices of m x m or m x k are decomposed. All
-work of size n consists of products of ``X`` with thin matrices. These products are sums over
-leaves, and keep each leaf's sharding. Training moves the params by much less than their size, so
-``X`` is centred by differences to one snapshot. The Gram matrix of ``X`` gives only the first
-approximation. Its elements are squares, so in f32 the matrix loses directions below 3e-4 of the
-largest direction. A product with ``X`` itself finds these directions.
+Let the m snapshots be the rows of ``X`` (m, n). To find k directions, only matrices of m x m or m x
+k are decomposed. All work of size n consists of products of ``X`` with thin matrices. These
+products are sums over leaves, and keep each leaf's sharding. Training changes the params by much
+less than their size, so one snapshot is subtracted before ``X`` is centred, which loses fewer
+digits. The Gram matrix of ``X`` gives only the first approximation. The elements of the Gram matrix
+are products, so in f32 the matrix loses directions in which the snapshots differ by less than 3e-4
+of the largest difference. A product with ``X`` itself finds these directions.
 """
 
 import functools
@@ -29,7 +30,8 @@ from boostax.subspace import files
 Dtype = DTypeLike | None
 Names = tuple[str, ...]
 _FEW = "n_components is the dimension of the subspace; 32 to 40 are usual."
-# The number of additional rows, which find directions that the first product missed.
+# The number of directions that are computed in addition to ``k``, to find directions that the first
+# product missed.
 _SPARE = 2
 
 
@@ -38,8 +40,8 @@ class Basis(NamedTuple):
 
     Attributes:
       components: tree like the params, with leaves ``(k, *leaf.shape)``, the direction of largest
-        variance first. A row, over all leaves together, has norm 1, and its largest element is
-        positive.
+        variance first. Over all leaves together, a direction has norm 1, and its element of largest
+        magnitude is positive.
       mean: tree like the params, f32 or wider: the mean of the snapshots.
       explained: f32 ``(k,)``, the share of the variance along each component.
     """
@@ -150,7 +152,7 @@ def _read_matrix(who: str, path: str | pathlib.Path, params: PyTree) -> PyTree:
 
 
 def random_basis(params: PyTree, n_components: int, *, seed: int = 0) -> PyTree:
-    """Draw random orthonormal components, as a baseline for a basis.
+    """Draw random orthonormal components, as a baseline for ``pca_basis``.
 
     Args:
       params: a tree of arrays.
@@ -188,11 +190,10 @@ def pca_basis(
     r"""Find the directions in which snapshots of the params differ most.
 
     For snapshots :math:`w_1 \dots w_m` with mean :math:`\bar w` the directions are the leading
-    eigenvectors of the covariance, :math:`p_j = \sum_i v_{ij} (w_i - \bar w) / \sigma_j`, where
+    eigenvectors of the covariance, :math:`p_j = \sum_i v_{ij} (w_i - \bar w) / \sigma_j`. The
+    numbers :math:`v_{ij}` and :math:`\sigma_j` are computed from a matrix of only m x m:
 
     .. math:: (w_i - \bar w) \cdot (w_l - \bar w) = \sum_j v_{ij} \sigma_j^2 v_{lj}
-
-    is a matrix of only m x m.
 
     Each of the ``n_components`` directions has the size of the params. Use snapshots from late in a
     run, because the first snapshots of a run differ most from all other snapshots, and would
@@ -208,9 +209,9 @@ def pca_basis(
 
     Returns:
       A ``Basis``, orthonormal to 1e-5 before rounding to ``dtype``. Complex leaves count as pairs
-      of reals. Cost: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the params and m
-      centred copies of the largest leaf (under ``jit``, at worst of all leaves). For sharded
-      leaves, devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
+      of reals. Cost for n params: ``2mn(m + 4k)`` operations, memory for ``2(k + 2)`` copies of the
+      params and m centred copies of the largest leaf (under ``jit``, at worst of all leaves). For
+      sharded leaves, devices communicate only matrices of ``m x m`` or ``m x k`` in f32.
 
     Raises:
       ValueError, TypeError: an argument out of range, or trees that do not match; outside ``jit``,
@@ -311,7 +312,7 @@ def project(components: PyTree, tree: PyTree, shards: Names = (), who: str = "")
 
 
 def lift(components: PyTree, columns: jax.Array) -> PyTree:
-    """Return the trees with coordinates ``(k, c)``, stacked to ``(c, *leaf.shape)``.
+    """Return the c trees whose coordinates are the columns of ``(k, c)``, as ``(c, *leaf.shape)``.
 
     Leaves are f32 or wider. Cost: one read of the components; no communication.
     """
@@ -331,8 +332,8 @@ def stored(tree: PyTree, dtype: Dtype) -> PyTree:
     return jax.tree.map(lambda p, kind: jnp.array(p, kind, copy=True), tree, kinds)
 
 
-# A stacked leaf x is (m, *leaf.shape). These functions are compiled one by one, so that outside jit
-# only the centred copy of one leaf exists at a time.
+# A stacked leaf x is (m, *leaf.shape). The functions below are compiled separately for each leaf,
+# so that outside jit only the centred copy of one leaf exists at a time.
 
 
 def wide_dtype(x: PyTree) -> np.dtype:
@@ -349,7 +350,7 @@ def dot(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return real inner products of rows (k, ...) and (m, ...): (k, m)."""
     dtype = jnp.promote_types(x.dtype, y.dtype)
     meshes = [jax.typeof(z).sharding.mesh for z in (x, y)]
-    # On Explicit axes the sharding of the small result must be given.
+    # With Explicit axes, JAX requires the sharding of the result.
     explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
     where = NamedSharding(explicit[0], PartitionSpec()) if explicit else None
     inner = tuple(range(1, x.ndim))
@@ -369,8 +370,9 @@ def mix(weights: ArrayLike, rows: ArrayLike) -> jax.Array:
 def _orthonormal(rows: PyTree) -> PyTree:
     """Return the nearest orthonormal rows of the same span; rows of zeros stay zero.
 
-    The rows are multiplied by the inverse root of their Gram matrix. Unlike Cholesky's factor, the
-    root has no NaN if rows are linearly dependent. Each of the two passes squares the error.
+    The rows are multiplied by the inverse square root of their Gram matrix. Unlike Cholesky's
+    factor, the square root has no NaN if rows are linearly dependent. Each of the two passes
+    squares the error.
     """
     for _ in range(2):
         gram = _gram_of(rows)
@@ -386,7 +388,7 @@ def _orthonormal(rows: PyTree) -> PyTree:
 def _polished(rows: PyTree) -> PyTree:
     """Return nearly orthonormal rows without the rounding errors of a decomposition.
 
-    For a Gram matrix near the identity, ``(3 - gram) / 2`` approximates the inverse root.
+    For a Gram matrix near the identity, ``(3 - gram) / 2`` approximates the inverse square root.
     """
     gram = _gram_of(rows)
     return jax.tree.map(functools.partial(mix, 1.5 * jnp.eye(len(gram)) - 0.5 * gram), rows)
@@ -398,7 +400,7 @@ def _gram_of(rows: PyTree) -> jax.Array:
 
 @jax.jit
 def _signed(components: PyTree) -> PyTree:
-    """Choose the sign of each row so that its largest element is positive."""
+    """Choose the sign of each row so that the element of largest magnitude is positive."""
     extremes: list[jax.Array] = []
     for p in jax.tree.leaves(components):
         inner = tuple(range(1, p.ndim))

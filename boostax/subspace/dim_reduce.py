@@ -59,7 +59,8 @@ class SubspaceRule:
     towards_mean: bool = True
 
 
-# MindSpore 2.10 tries two lengths, begins with the identity, and rolls back if both lengths fail.
+# MindSpore 2.10 tries two step lengths, begins with the identity as the inverse Hessian, and rolls
+# back if both lengths fail.
 MINDSPORE = SubspaceRule(2, 0.55, 0.4, 0.0, 0.0, 1e-20, False, "rollback", False)
 RULES: dict[RuleName, SubspaceRule] = {"boostax": SubspaceRule(), "mindspore": MINDSPORE}
 
@@ -132,7 +133,7 @@ def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -
 
     .. math:: L(t) < L(0) + \text{rule.slope} \cdot t\,L'(0) + \text{rule.slack} \cdot |L(0)|
 
-    A loss that is not finite is never accepted.
+    A length whose loss is not finite is never accepted.
 
     Args:
       loss: :math:`L`, a function of the length along the direction.
@@ -158,7 +159,7 @@ def search(loss: Loss, value: jax.Array, slope: jax.Array, rule: SubspaceRule) -
 def conclude(
     before: Memory, memory: Memory, step: jax.Array, result: Search, rule: SubspaceRule
 ) -> Memory:
-    """Return the memory after a line search, by ``rule.failure`` if no length was accepted."""
+    """Return the memory after a line search; see ``rule.failure`` if no length was accepted."""
     if rule.failure == "rollback":
         moved = memory._replace(step=step)
         back = before._replace(started=memory.started, paired=memory.paired)
@@ -253,7 +254,7 @@ def _parts_for(basis: Basis | PyTree, params: PyTree, dtype: Dtype) -> Parts:
       ValueError: the components do not fit the params.
     """
     if not jax.tree.leaves(params):
-        # optax.tree.map_params calls ``init`` without params for the structure of the state.
+        # ``optax.tree.map_params`` calls ``init`` without params to get the structure of the state.
         return params, _parts(None if callable(basis) else basis)[1], None
     rows, explained, mean = _parts(basis(params) if callable(basis) else basis)
     if any(map(trees.is_masked, trees.nodes(params))):
@@ -273,15 +274,15 @@ def _initial(
     basis: Basis | PyTree, dtype: Dtype, residual: Residual, use_mean: bool, params: PyTree
 ) -> DimReduceState:
     rows, explained, mean = _parts_for(basis, params, dtype)
-    inner = () if residual is None else trees.first_state(residual, trees.at_least_float32(params))
+    wide = trees.at_least_float32(params)
+    inner = () if residual is None else trees.unshared(residual.init(wide), params)
     leaves = jax.tree.leaves(rows)
     dtypes = [jnp.finfo(wide_dtype(x)).dtype for x in leaves]
     # Without params there is one coordinate, which is 0.
     memory = empty(leaves[0].shape[0] if leaves else 1, jnp.result_type(jnp.float32, *dtypes))
     to_mean = jnp.zeros_like(memory.gradient)
     if use_mean and mean is not None:
-        gap = jax.tree.map(lambda m, p: m - p, mean, trees.at_least_float32(params))
-        to_mean = project(rows, gap).astype(to_mean.dtype)
+        to_mean = project(rows, jax.tree.map(jnp.subtract, mean, wide)).astype(to_mean.dtype)
     counts = [jnp.zeros((), jnp.int32) for _ in range(4)]
     last = [jnp.zeros((), dtype) for dtype in (bool, jnp.float32, jnp.float32)]
     return DimReduceState(rows, explained, memory, to_mean, *counts, *last, residual_state=inner)
@@ -290,7 +291,7 @@ def _initial(
 def _measured(
     state: DimReduceState, raw: PyTree, value: ArrayLike, names: Names, shards: Names
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return a gradient's coordinates, its squared norms in the span and in full, and the loss."""
+    """Return a gradient's coordinates, its squared norms in the span and in total, and the loss."""
     gradient = trees.at_least_float32(raw)
     inside = project(state.basis, gradient, shards, _WHO)
     parts = [jnp.sum(g.real**2 + g.imag**2).astype(inside.dtype) for g in jax.tree.leaves(gradient)]
@@ -319,7 +320,7 @@ def _search_along(
         # If the snapshots oscillate around a minimum, the minimum is near their mean.
         downhill = (state.to_mean @ inside < 0) & ~state.memory.started
         direction = jnp.where(downhill, state.to_mean, direction)
-    # One read of the basis converts both vectors to trees like the params.
+    # One read of the basis converts ``direction`` and ``inside`` to trees like the params.
     both = lift(state.basis, jnp.stack([direction, inside][: 1 if residual is None else 2], 1))
     along, shadow = (jax.tree.map(lambda x, i=i: x[i], both) for i in (0, -1))
     wide = trees.at_least_float32(params)
@@ -354,18 +355,19 @@ def dim_reduce(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Take quasi-Newton steps with a line search inside the span of a basis.
 
-    With the rows of :math:`P` orthonormal, the gradient :math:`g` and the inverse Hessian
-    :math:`H` that BFGS has learnt in the coordinates,
+    Let the rows of :math:`P` be the orthonormal directions of the basis, :math:`g` the gradient,
+    and :math:`H` the inverse Hessian that BFGS has learnt in the coordinates of the directions. A
+    step is
 
     .. math::
-      d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g),
+      d = -H P g, \qquad w \leftarrow w + t\, P^\top d + \text{residual}(g - P^\top P g).
 
-    where :math:`t` is the first of 1, 1/2, 1/4 and so on that decreases the loss enough. If ten
-    lengths fail, only the residual optimizer changes the params, and the next direction is shorter.
-    The first direction leads to the mean of the snapshots, if the mean is known and lies downhill.
-    Use ``dim_reduce`` to end a run: about ten steps replace a longer decay of the learning rate,
-    and further steps change little. A call whose loss or gradient is not finite is skipped, and
-    counted in ``skipped``.
+    The length :math:`t` is the first of 1, 1/2, 1/4 and so on that decreases the loss enough. If
+    ten lengths fail, only the residual optimizer changes the params, and the next direction is
+    shorter. The first direction leads to the mean of the snapshots, if the mean is known and lies
+    downhill. Use ``dim_reduce`` to end a run: about ten steps replace a longer decay of the
+    learning rate, and further steps change little. A call whose loss or gradient is not finite is
+    skipped, and counted in ``skipped``.
 
     Args:
       basis: ``trajectory_basis(...)`` or ``pca_basis(...)``; a tree like the params with leaves
@@ -379,17 +381,17 @@ def dim_reduce(
       axis_name: replica axis, or axes, over which gradients are local. Coordinates and losses are
         averaged over these axes. A ``residual`` must reduce the remainder of the local gradients,
         :math:`g_r - P^\top P \bar g`, for example ``residual=chain(all_reduce("data"),
-        adamw(...))``. Use ``None`` after a reduction.
+        adamw(...))``. Use ``None`` if the gradients are already reduced.
       shard_axes: axes over which leaves are sharded (FSDP) inside ``jax.shard_map``.
 
     Returns:
-      A transformation with a ``DimReduceState``. Its ``update`` needs ``value=`` (the loss) and
-      ``value_fn=`` (the unscaled loss as a function of the params, for the same batch and key),
-      which ``make_train_step`` passes. If an earlier transformation has changed ``updates``,
-      ``update`` also needs ``grad=``, the gradient of ``value_fn``. Cost: k copies of the params in
-      ``dtype``, sharded like the params and read twice per step; two to four temporary copies of
-      the params; on average one or two more forward passes; all-reduces of ``4k`` bytes, 8 bytes
-      for the energy and 4 bytes for each loss, over replicas and over shards.
+      A transformation with a ``DimReduceState``. The ``update`` of the transformation needs
+      ``value=`` (the loss) and ``value_fn=`` (the unscaled loss as a function of the params, for
+      the same batch and key), which ``make_train_step`` passes. If an earlier transformation has
+      changed ``updates``, ``update`` also needs ``grad=``, the gradient of ``value_fn``. Cost: k
+      copies of the params in ``dtype``, sharded like the params and read twice per step; two to
+      four temporary copies of the params; on average one or two more forward passes; all-reduces of
+      ``4k`` bytes, 8 bytes for the energy and 4 bytes for each loss, over replicas and over shards.
 
     Raises:
       ValueError, TypeError: an argument out of range, a basis that does not fit the params, no

@@ -38,7 +38,7 @@ def write(who: str, path: Path, arrays: PyTree) -> None:
         raise ValueError(checks.message(who, "path", "a .npz file", str(path), hint))
     host = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in host.items():
-        # NumPy writes foreign dtypes as raw bytes; ``read`` recognises bfloat16.
+        # NumPy writes foreign dtypes as raw bytes; ``read`` recognises only those of bfloat16.
         if x.dtype.isbuiltin != 1 and x.dtype != jnp.bfloat16:
             allowed = "of NumPy's dtypes or bfloat16"
             hint = "Compute the basis with another dtype=."
@@ -50,7 +50,7 @@ def write(who: str, path: Path, arrays: PyTree) -> None:
 
 
 def read(who: str, path: Path, suffix: str, names: Collection[str] | None = None) -> PyTree:
-    """Return the arrays in a file by name, or only the arrays of these ``names``.
+    """Return the arrays in a file by name, or with ``names`` only the arrays of these names.
 
     For an ``.npy`` file, return the only array.
 
@@ -74,7 +74,7 @@ def read(who: str, path: Path, suffix: str, names: Collection[str] | None = None
 
 
 def tree_like(who: str, path: Path, like: PyTree, arrays: PyTree) -> PyTree:
-    """Return the arrays in a tree of the shapes of ``like``; complex arrays stay complex."""
+    """Return the arrays as a tree with the shapes of ``like``; complex arrays stay complex."""
     specs = by_name(who, like)
     for name, spec in specs.items():
         _require_like(who, path, name, spec, arrays)

@@ -50,19 +50,19 @@ def record_trajectory(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Store the last ``size`` snapshots of the params; pass the updates through.
 
-    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, the params that
-    ``update`` gets are stored, which are the params *before* this update. A full buffer overwrites
-    its oldest snapshot. Inside a loss scaler or a window only applied steps count as calls.
+    At the calls :math:`t = \text{start} + i \cdot \text{every}`, counted from 0, ``update`` stores
+    the params that it receives: the params *before* this update. A full buffer overwrites its
+    oldest snapshot. Inside a loss scaler or a window only applied steps count as calls.
 
     A basis from the last snapshots of a run is better than a basis from all snapshots, because the
-    first snapshots differ by far the most.
+    first snapshots differ by far the most from all other snapshots.
 
     Args:
       size: number of stored snapshots, at least two.
       every: number of calls from one snapshot to the next.
       start: number of calls before the first snapshot.
-      dtype: dtype of the snapshots; f64 and complex leaves stay f64 and complex. bf16 resolves only
-        differences of more than 0.4% of a weight.
+      dtype: dtype of the snapshots; f64 and complex leaves stay f64 and complex. In bf16,
+        differences of less than 0.4% of a weight are lost.
 
     Returns:
       A transformation with a ``TrajectoryState``. Cost: ``size`` copies of the params in ``dtype``,
@@ -109,8 +109,8 @@ def record_trajectory(
             due, lambda: ((), _record(old, params)), (), old, apply=True, who=_WHO
         )
         # The updates depend on the branch, so that XLA overwrites donated params only after the
-        # branch has read them. Otherwise, XLA would copy the params. The count is never negative,
-        # but compilers do not know this.
+        # branch has read them. Otherwise, XLA would copy the params. ``new.recorded`` is never
+        # negative, but compilers do not know this.
         unknown = new.recorded < 0
         updates = jax.tree.map(lambda x: jnp.where(unknown, jnp.zeros_like(x), x), updates)
         return updates, new._replace(steps=optax.safe_increment(state.steps))
@@ -166,7 +166,7 @@ def trajectory_basis(
     Args:
       opt_state: any state that contains a ``TrajectoryState``.
       n_components: number of directions, less than the number of snapshots.
-      params: the latest snapshot, which replaces the oldest snapshot.
+      params: the latest snapshot, which replaces the oldest snapshot in a full buffer.
       dtype: dtype of the components; ``None`` for f32 or wider.
       complete: whether to raise an error if the snapshots differ in fewer directions; with
         ``False`` the missing components are zero, as inside ``jit``.

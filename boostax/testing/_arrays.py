@@ -75,7 +75,7 @@ def assert_same(left: PyTree, right: PyTree, what: str) -> None:
 
 
 def assert_close(left: PyTree, right: PyTree, what: str, tolerance: float = 1e-6) -> None:
-    """Compare within a tolerance, because XLA may compile the two programs differently."""
+    """Require close values; XLA may compile the programs of ``left`` and ``right`` differently."""
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=what)
 

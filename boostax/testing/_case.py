@@ -68,14 +68,14 @@ class Case:
         return drawn(self.make(optimizer() if inner is None else inner, None))
 
     def mapped(self, axis_name: AxisName, inner: Any = None) -> Chain:
-        """Make the transformation for a mapped function, after a mean unless the case reduces."""
+        """Make the transformation for mapped functions; unless it reduces, a mean precedes it."""
         inner = optimizer() if inner is None else inner
         inner = inner if self.reduces else optax.chain(all_reduce(axis_name), inner)
         return drawn(self.make(inner, axis_name))
 
 
 def drawn(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation accept gradients of a test as if a loss scale had multiplied them.
+    """Let a transformation accept a test's gradients as if a loss scale had multiplied them.
 
     Example:
       >>> import boostax, jax, jax.numpy as jnp, optax
@@ -125,7 +125,7 @@ def raises(fn: Callable[[], object], *parts: str) -> None:
 
 
 def applied(tx: optax.GradientTransformation) -> Callable[..., Carry]:
-    """Make a step of ``apply_gradients`` from params, state and gradients to params and state.
+    """Return a step that calls ``apply_gradients`` and returns the new params and state.
 
     Inside a mapped function, per-replica params stay in their ``PerReplica``.
     """
@@ -151,7 +151,7 @@ def follow(step: Callable[..., Carry], carry: Carry, grads: Sequence[PyTree]) ->
 
 
 def train(tx: optax.GradientTransformation, params: PyTree, grads: Sequence[PyTree]) -> Carry:
-    """Train on these gradients from ``params`` on, with ``apply_gradients``."""
+    """Train on these gradients with ``apply_gradients``, starting from ``params``."""
     return follow(applied(tx), (params, tx.init(params)), grads)
 
 

@@ -15,8 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import boostax
 from boostax._core.types import PyTree
 from boostax.reduce.mean import all_reduce
-from boostax.train.apply import apply_gradients
-from boostax.train.on_mesh import on_mesh
+from boostax.train.apply import apply_gradients, on_mesh
 from boostax.train.oracle import value_and_grad
 from boostax.train.step import make_train_step
 
@@ -132,7 +131,7 @@ def _nnx(loss_fn: Loss, params: PyTree, batch: PyTree) -> Trained | None:
 
 
 def _audit(loss_fn: Loss, params: PyTree, batch: PyTree) -> None:
-    """Require that an audit lists collectives, if the audit is installed; return no result."""
+    """Require that an audit lists collectives, if ``boostax.audit`` exists; return ``None``."""
     if "audit" in dir(boostax):
         step = make_train_step(loss_fn, _REDUCED, mesh=_mesh(data=4))
         audit = boostax.audit(step, step.init(params), batch)

@@ -20,8 +20,7 @@ from boostax.reduce.feedback import CompressedState
 from boostax.testing import _arrays as arrays
 from boostax.testing import _case
 from boostax.testing._case import Carry, Case, drawn, follow, laws_in, raises, train
-from boostax.train.apply import apply_gradients
-from boostax.train.on_mesh import on_mesh
+from boostax.train.apply import apply_gradients, on_mesh
 
 Fn: TypeAlias = Callable[..., PyTree]
 AXIS, _OTHER = "data", "other"
@@ -96,7 +95,7 @@ def results_are_typed_equal(case: Case) -> None:
     windows = [replica_grads(seed, jax.device_count()) for seed in range(2 * case.calls)]
     params, state = follow(jax.jit(mapped, donate_argnums=(0, 1)), start, windows)
     assert_like(case, params, train_mapped(case, "checked", windows)[0], "params")
-    for x in jax.tree.leaves(trees.find(state, is_per_replica)):
+    for x in jax.tree.leaves(trees.find(state, PerReplica)):
         assert x.shape[0] == jax.device_count(), "leading dimension"
 
 
@@ -107,7 +106,7 @@ def skip_is_agreed_when_one_replica_is_bad(case: Case) -> None:
 
 
 def skips(case: Case, train: Callable[..., Carry], replicas: int, what: str) -> None:
-    """Require that a run with bad gradients on one replica ends like a run without them."""
+    """Require that bad gradients on one replica do not change the result of a run."""
     good = [replica_grads(seed, replicas) for seed in range(case.calls)]
     bad = arrays.poison(replica_grads(99, replicas), jnp.nan)
     skipped = [replica_grads(50 + i, replicas) for i in range(case.skip_calls - 1)]
@@ -132,7 +131,7 @@ def skip_holds_for_a_hundred_bad_steps_on_every_replica(case: Case) -> None:
 
 
 def reduced_gradients_are_refused(case: Case) -> None:
-    """Promise 6: gradients that autodiff has summed raise an error that names the fix."""
+    """Promise 6: gradients that autodiff summed over replicas raise an error with the fix."""
     raises(lambda: _trace_step(case, lambda params: params), "local_params")
 
 
@@ -142,7 +141,7 @@ def local_params_give_local_gradients(case: Case) -> None:
 
 
 def _trace_step(case: Case, prepare: Callable[[PyTree], PyTree]) -> None:
-    """Trace a step in ``shard_map`` with ``check_vma``; its gradient is at ``prepare(params)``."""
+    """Trace a step in ``shard_map`` with ``check_vma`` and the gradient at ``prepare(params)``."""
     tx = case.mapped(AXIS)
 
     def local(params: PyTree, x: jax.Array) -> PyTree:
@@ -165,14 +164,14 @@ def what_is_not_sent_waits(case: Case) -> None:
     for seed in range(4):
         grads = replica_grads(seed, replicas)
         sent, after = update(grads, state, params)
-        compressed = trees.find((state, after), lambda x: isinstance(x, CompressedState))
+        compressed = trees.find((state, after), CompressedState)
         old, new = (x.residual.local for x in compressed)
         state = after
         for name, residual in new.items():
             # A leaf that is sent dense has no residual.
             total = np.float64(grads[name]) + np.float64(0 if residual is None else old[name])
             waiting = 0.0 if residual is None else np.float64(residual).mean(0)
-            # Each rounding in f32 is relative to the sum over the replicas.
+            # The errors of rounding in f32 are relative to the sum over the replicas.
             scale = replicas * abs(total).max()
             error = abs(np.float64(sent[name]) + waiting - total.mean(0)).max() / scale
             assert error <= 2e-6, f"{name}: a share {error} of the gradients is lost at call {seed}"

@@ -73,7 +73,8 @@ class Setting(NamedTuple):
             if self.case.scaled is not None:
                 grads = self.case.scaled(grads, state)
             else:
-                # A scaled loss would multiply the gradients by powers of two.
+                # A scaled loss would multiply the gradients by the scales, so this law multiplies
+                # the gradients, too.
                 product = functools.reduce(jnp.multiply, [x.scale for x in _scalers(state)], 1.0)
                 grads = jax.tree.map(lambda g: g * product, grads)
             return _case.applied(tx)(params, state, assume_scaled(grads, state))
@@ -86,11 +87,11 @@ class Setting(NamedTuple):
 
 
 def _scalers(state: PyTree) -> list[PyTree]:
-    return trees.find(state, lambda x: bool(holds(type(x)).scale))
+    return [x for x in trees.state_nodes(state) if holds(type(x)).scale]
 
 
 def skip_inserted_anywhere_never_was(case: Case, seed: int = 0) -> None:
-    """Promise 5: bad calls between good calls do not change the end of a run."""
+    """Promise 5: bad calls between good calls do not change the result of a run."""
     setting = Setting.draw(case, seed)
     rng = setting.rng
     good = setting.grads(3 * case.calls)
@@ -156,7 +157,7 @@ def nestings_of_scaler_and_window_agree(case: Case, seed: int = 0) -> None:
 
 
 def cut_anywhere_is_whole(case: Case, seed: int = 0) -> None:
-    """Promise 8: saving and loading at any call, also in a window, does not change a run's end.
+    """Promise 8: saving and loading at any call, also in a window, changes no result.
 
     The law saves the state by pickle, and by Flax's serialization if Flax is installed.
     """
@@ -207,8 +208,8 @@ def replicas_there_and_back_never_moved(case: Case, seed: int = 0) -> None:
     more = setting._replace(replicas=int(setting.rng.choice([4, 8])))
     resharded = reshard_state(carry, more.replicas or 0)
     arrays.assert_same(reshard_state(resharded, 2), carry, "there and back")
-    # Training must continue with more replicas. Only NaN is an error in a state, because an unset
-    # limit is an infinity.
+    # Training must continue with more replicas. In the state, only NaN is an error, because a limit
+    # that is not set is infinite.
     params, state = follow(more.program(more.tx)[0], resharded, more.grads(case.calls))
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     assert norms.all_finite(params) and not any(jnp.isnan(x).any() for x in floats), "there"

@@ -79,7 +79,7 @@ def passes_masked_nodes(case: Case) -> None:
 
 
 def init_can_be_donated_at_once(case: Case) -> None:
-    """Promise 4: the state shares no buffer with the params, and its fields share no buffer."""
+    """Promise 4: the state shares no buffer with the params, nor do two fields share a buffer."""
     tx, params = _example(case)
     state = tx.init(params)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state)) if x.size]
@@ -186,7 +186,7 @@ def bad_arguments_raise_and_explain(case: Case) -> None:
 
 
 def survives_what_python_does_to_objects(case: Case) -> None:
-    """Promise 1: a copied transformation, also by ``jax.tree.map``, gives the same program."""
+    """Promise 1: a copy of a transformation, even by ``jax.tree.map``, gives the same program."""
     tx, params = case.single(), arrays.even_params()
     grads = arrays.draws(params, case.calls)
     copies = {
@@ -201,7 +201,8 @@ def survives_what_python_does_to_objects(case: Case) -> None:
     fns = {name: jax.jit(partial(train, x, grads=grads)) for name, x in copies.items()}
     programs = {name: fn.lower(params).as_text() for name, fn in fns.items()}
     for name, program in programs.items():
-        # The programs must be equal, because a lost gate would still give equal numbers.
+        # The programs are compared and not the results, because a copy without its gate would still
+        # compute equal numbers.
         assert program == programs["itself"], f"{name}: it computes something else"
 
 
@@ -218,7 +219,7 @@ def updates_have_the_dtypes_of_the_params(case: Case) -> None:
 
 def init_takes_shapes(case: Case) -> None:
     """Promise 1: ``init`` makes the same types of state from shapes as from arrays."""
-    # ``init`` does not need the axis to be bound.
+    # ``init`` also works if the axis is not bound.
     tx = case.make(optimizer(), "data" if case.distributed else None)
     params = arrays.example_params(jnp.bfloat16)
     state, expected = (tx.init(x) for x in (jax.eval_shape(lambda: params), params))
@@ -243,7 +244,8 @@ def takes_trees_without_arrays(case: Case) -> None:
     plain = {"a": 1.0, "b": -2.0}
     results: list[PyTree] = []
     for params in list[PyTree](({}, {"a": None, "b": ()}, plain, jax.tree.map(jnp.float32, plain))):
-        # Default arguments keep Python's numbers, but jit would convert arguments to arrays.
+        # ``params`` is a default argument, so its Python numbers remain: jit would convert a passed
+        # argument to arrays.
         update = jax.jit(lambda state, params=params: tx.update(params, state, params))
         grads, state = params, tx.init(params)
         for _ in range(case.calls):

@@ -5,7 +5,7 @@ A loss scale multiplies every cotangent by ``s``, and the gradients are divided 
 factors cancel if each rule is homogeneous of degree 1 (``_core/degrees.py``). A rule that clips at
 a fixed bound, adds noise or divides by a norm is reported. A rule that quantises relative to the
 largest element of its cotangent has degree 1, and is not reported. A rule whose trace cannot be
-read, such as a rule with a kernel, is not reported, either.
+read, such as a rule with a custom kernel, is not reported, either.
 """
 
 from __future__ import annotations

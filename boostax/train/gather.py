@@ -16,7 +16,7 @@ from boostax._core.placement import Placement
 from boostax._core.replicas import is_per_replica, without
 from boostax._core.types import PyTree
 from boostax.precision.formats import FORMATS
-from boostax.train.on_mesh import placement_of
+from boostax.train.apply import placement_of
 
 Gather = Literal["bfloat16", "int8"]
 _WHO = "gather_params"
@@ -90,7 +90,8 @@ def gathering(
         names = [x if isinstance(x, tuple) else (x,) if x else () for x in entries]
         shards = [math.prod(place.mesh.shape[name] for name in dim) for dim in names]
         unsharded = without(spec, place.names)
-        # The first constraint shards the code like the param, so that XLA gathers the code.
+        # The first constraint shards the encoded param like the param, so that XLA gathers the
+        # encoded param and not the param.
         specs = PartitionSpec(*entries), unsharded
         shardings = [NamedSharding(place.auto_mesh, spec) for spec in specs]
         send = functools.partial(functools.reduce, lax.with_sharding_constraint, shardings)
@@ -102,10 +103,10 @@ def gathering(
 def rounded(
     x: jax.Array, shards: Sequence[int], dtype: Gather, send: Callable[..., PyTree] = lambda x: x
 ) -> jax.Array:
-    """Return ``x`` as replicas receive it, if each dimension is split into ``shards`` shards.
+    """Return ``x`` as replicas receive it, if dimension ``i`` is split into ``shards[i]`` shards.
 
-    ``send`` sends an array and returns the received array. It is called with ``x`` in bf16, or with
-    codes and with scales of shape ``[*shards, ...]``.
+    ``send`` sends an array and returns the received array. The array is ``x`` in bf16, or the codes
+    or the scales, of shape ``[*shards, ...]``.
     """
     if dtype == "bfloat16":
         # XLA may remove a pair of conversions and gather in the wide dtype, but XLA does not remove

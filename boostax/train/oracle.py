@@ -18,8 +18,7 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, PartitionSpec
 
-from boostax._core import axes, checks, handshake, interpret, jaxprs, mismatch, placement, trees
-from boostax._core.gate import Pending, gate_of
+from boostax._core import axes, checks, handshake, interpret, jaxprs, placement, trees
 from boostax._core.replicas import PerReplica, is_per_replica
 from boostax._core.trees import is_aside, is_masked
 from boostax._core.types import Grads, Params, PyTree, Value
@@ -29,7 +28,7 @@ from boostax.accumulate.aux import Aux, as_aux, drop_empty, total
 from boostax.accumulate.microbatch import Count, stacked_count
 from boostax.accumulate.window import terms_of
 from boostax.freeze.stages import Choice, staged
-from boostax.order import check
+from boostax.order import findings
 from boostax.precision.loss_scale import scales as scales_of
 from boostax.precision.policy import Level, Policy, as_policy
 from boostax.train import refusals
@@ -104,9 +103,9 @@ def value_and_grad(
     Inside ``shard_map`` or ``pmap``, ``axis_name`` is an axis of the surrounding function. With
     ``mesh``, call the result in plain ``jit`` on global arrays. The loss is then mapped over only
     the replica axes, with ``check_vma=False``, so any loss works. Over all other axes, XLA
-    partitions the loss; on an Explicit mesh, the shardings of the arrays in the loss decide.
-    Gradients are a ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Of the results, only
-    the loss and ``Aux`` are reduced over the replicas.
+    partitions the loss; on an Explicit mesh, the partition follows the shardings of the arrays in
+    the loss. Gradients are a ``PerReplica`` of stacked arrays, for ``boostax.on_mesh``. Of the
+    results, only the loss and ``Aux`` are reduced over the replicas.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, with ``key=`` and ``model_state=`` if these are given,
@@ -133,8 +132,8 @@ def value_and_grad(
       like the params, or a prefix of such a tree. A leaf with False is not differentiated, and its
       gradient is an ``optax.MaskedNode``. ``active`` may also be ``tx.choice(params, opt_state)``
       of a ``scheduled_freeze``, for which the program reads the depth from the state. If a leaf is
-      not an array, such as a function in an Equinox module, a bool, or among traced arrays a Python
-      number, the loss receives the leaf unchanged, and the gradient is ``None``. Cost: with
+      not an array, such as a function in an Equinox module, a bool, or a Python number next to
+      traced arrays, the loss receives the leaf unchanged, and the gradient is ``None``. Cost: with
       ``axis_name``, one scalar all-reduce for the loss, one all-reduce for each leaf of ``Aux``,
       and three for each term; with micro-batches, see ``boostax.train.microbatch``. The counts of
       terms need an additional pass over the batch, which computes only what the counts need, such
@@ -192,7 +191,7 @@ class Gradients(NamedTuple):
     applied: PyTree = ()
 
     def unwrapped(self) -> PyTree:
-        """Return one replica's gradients, without a ``PerReplica`` around; keep ``applied``."""
+        """Return one replica's gradients without their ``PerReplica``; keep ``applied``."""
         local = self.local.local if is_per_replica(self.local) else self.local
         if self.averaged:
             local = jax.tree.map(
@@ -240,7 +239,7 @@ class Oracle(Generic[Value, Params, Grads]):
         return self.mesh is not None
 
     def placed(self, types: PyTree, place: placement.Placement | None, wire: str | None) -> Oracle:
-        """Return this function for placed params of these types, which are sent in ``wire``."""
+        """Return the gradient function for params of these types and this placement."""
         return self
 
     def gathers(self, params: PyTree) -> tuple[str, ...]:
@@ -262,9 +261,9 @@ class Oracle(Generic[Value, Params, Grads]):
     ) -> tuple[Value, Grads]:
         """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
         inputs = {"params": params, "opt_state": opt_state, "batch": batch}
-        with mismatch.explaining(mismatch.require_order, _WHO, _CALL, **inputs):
+        with trees.explaining(trees.require_order, _WHO, _CALL, **inputs):
             value, grads = self.with_aux(params, opt_state, batch, active, kwargs)
-            check.of_state(_WHO, opt_state)
+            findings.of_state(_WHO, opt_state)
             return (value if self.has_aux else value[0]), grads
 
     def with_aux(
@@ -296,7 +295,8 @@ class Oracle(Generic[Value, Params, Grads]):
         rules = carried.declared(opt_state, params, _WHO)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
         terms = terms_of(opt_state)
-        # The loss is traced in this context, and the gradients are unscaled after the context.
+        # The loss is traced in this context. A scaler divides the gradients later, outside of the
+        # context.
         with axes.during(handshake.INSIDE, (*handshake.INSIDE.get(), handshake.scaled(opt_state))):
             params, params_specs, grads_specs = self.inputs(params, opt_state)
             if self.mesh is None:
@@ -390,8 +390,8 @@ class Oracle(Generic[Value, Params, Grads]):
                 grads = carried.restored(grads, new)
             return (loss, aux), grads
 
-        # For any number of micro-batches, carried records of cotangents must equal the records of
-        # the whole batch.
+        # Carried leaves may record the size of cotangents. These records must not depend on the
+        # number of micro-batches.
         parts = self._slices(batch) if rules else 1
         scale = scale / parts if parts > 1 else scale
         how: PyTree = {"dtype": self.dtype, "rules": rules}
@@ -414,7 +414,10 @@ class Oracle(Generic[Value, Params, Grads]):
         only ``fn`` receives, and ``how`` are options of ``microbatch``.
         """
         params = axes.to_varying(params, self.names)
-        evaluate = microbatch.microbatch(fn, self.count, has_aux=True, **how)
+        # One micro-batch needs no scan and no sums.
+        evaluate = fn
+        if self.count != 1:
+            evaluate = microbatch.microbatch(fn, self.count, has_aux=True, **how)
         try:
             return evaluate(params, batch, None, *args, **kwargs, **dict(more)), ()
         except auxiliary.UncountedError:
@@ -449,14 +452,14 @@ class Oracle(Generic[Value, Params, Grads]):
         watch = None if scale is None else self.watch
         if not self.reads and watch is None:
             return of_trained(trained)
-        replay, _ = trees.trace_once(of_trained, trained)
+        replay = trees.Replay(*jax.make_jaxpr(of_trained, return_shape=True)(trained))
         program = replay.program
         self.check(program, trained)
         operations = (eqn.primitive.name for eqn, _ in interpret.equations(program.jaxpr))
         if watch is not None and interpret.CUSTOM[1] in operations:
             from boostax.train import backward_rules
 
-            # A keyword argument may be the scale itself.
+            # ``sure`` is False if a keyword argument or a constant may be the scale itself.
             sure = kwargs.keys() <= {"key"} and all(x is not scale for x in program.consts)
             watch(backward_rules.nonlinear(program, sure))
         return replay(trained)
@@ -519,13 +522,12 @@ class Oracle(Generic[Value, Params, Grads]):
         return mapped
 
 
-# A function that makes the gradient function of a step from the gradient function and the policy of
-# a loss.
+# A function from the gradient function and the policy of a loss to the gradient function of a step.
 Around = Callable[[Oracle, Policy | None], Oracle]
 
 
 class Backward(abc.ABC):
-    """The base of ``boostax.train.Layers``, whose optimizer works in the backward pass."""
+    """The base class of ``Layers``, which moves the optimizer's work to the backward pass."""
 
     @abc.abstractmethod
     def planned(
@@ -576,7 +578,8 @@ def _grad(fn: Callable[..., PyTree], params: PyTree, active: PyTree) -> tuple[Py
 def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return ``fn`` in a form that a line search may call inside the mapped region.
 
-    The call of ``fn`` runs outside of the mapped region. The params must be equal on all replicas.
+    Even then, ``fn`` itself runs outside of the mapped region. The params must be equal on all
+    replicas.
     """
     called = custom_vmap(fn)
 
@@ -586,41 +589,3 @@ def _outside(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         raise ValueError(checks.message(_WHO, "loss_at", allowed, "params that differ", hint))
 
     return called
-
-
-def applied(
-    tx: optax.GradientTransformation,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    extra_args: Kwargs,
-    counted: jax.Array | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Apply gradients like ``apply_gradients``, without explanations of errors.
-
-    For ``counted``, see ``Pending``.
-    """
-    like = grads.local if isinstance(grads, Gradients) else grads
-    like = like.local if is_per_replica(like) and not is_per_replica(params) else like
-    trained = params
-    has_holes = any(map(trees.is_none, jax.tree.leaves(like, is_leaf=trees.is_none)))
-    if has_holes:
-        # Equinox's filters return None as the gradient of a function in a module.
-        trained = jax.tree.map(
-            lambda g, p: None if g is None else p,
-            like,
-            params,
-            is_leaf=lambda x: x is None or is_masked(x),
-        )
-    if (gate := gate_of(tx)) is not None:
-        pending = Pending(grads, counted=counted)
-        new, opt_state = gate.step(pending, opt_state, trained, apply=True, **extra_args)
-    else:
-        tx = optax.with_extra_args_support(tx)
-        updates, new_state = tx.update(grads, opt_state, trained, **extra_args)
-        # The f32 gradients of micro-batches would widen the moments of bf16 params.
-        is_alike = jax.tree.structure(opt_state) == jax.tree.structure(new_state)
-        opt_state = trees.cast_like(new_state, opt_state) if is_alike else new_state
-        new = trees.applied(trained, updates)
-    new = axes.placed_like(new, trained)
-    return (trees.put_back(new, params) if has_holes else new), opt_state

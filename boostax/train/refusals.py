@@ -8,7 +8,6 @@ a gradient would be wrong.
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ from boostax._core import axes, bcoo, checks, interpret, jaxprs, trees
 from boostax._core.types import PyTree
 
 _WHO = "value_and_grad"
-# Hints for a loss that does not accept an argument, by argument; "" is the batch.
+# For each argument, the hint for a loss that does not accept the argument; "" is the batch.
 _HINTS = {
     "": "Let loss_fn accept the batch: arrays in its closure are not split over replicas.",
     "scales": "Add scales=None to the arguments of loss_fn, and a boostax.precision.scale_boundary "
@@ -92,17 +91,15 @@ def require_dense(tree: PyTree, who: str, what: str = "gradients") -> None:
 
 def require_no_inner_sums(program: jaxprs.ClosedJaxpr, names: tuple[str, ...]) -> None:
     """Refuse a loss with ``jax.grad`` of a sum over the replicas, if ``check_vma=False``."""
-    # With ``check_vma=False``, JAX sums the cotangents of a sum over the replicas. The sum is
-    # correct for a gradient that is computed outside of the mapped function and averaged over the
-    # replicas. The sum is wrong for a gradient of one replica that is computed inside.
-
-    def is_backward(eqn: jaxprs.JaxprEqn, inside: bool) -> bool:
-        return inside or "transpose(" in str(eqn.source_info.name_stack)
-
-    pairs = interpret.equations(program.jaxpr, False, lambda *x: itertools.repeat(is_backward(*x)))
-    backward = (eqn for eqn, inside in pairs if is_backward(eqn, inside))
+    # With ``check_vma=False``, the gradient of a sum over the replicas is again a sum over the
+    # replicas. This second sum is correct for a gradient that is computed outside of the mapped
+    # function and averaged over the replicas. It is wrong for a gradient of one replica that is
+    # computed inside.
+    eqns = [eqn for eqn, _ in interpret.equations(program.jaxpr)]
+    backward = [eqn for eqn in eqns if "transpose(" in str(eqn.source_info.name_stack)]
+    inner = [eqn for eqn, _ in interpret.equations(backward)]
     kinds = "psum", "reduce_scatter"
-    sums = (x for x in backward if x.primitive.name.removesuffix("_invariant") in kinds)
+    sums = [x for x in inner if x.primitive.name.removesuffix("_invariant") in kinds]
     if inside := axes.named(sums) & frozenset(names):
         raise ValueError(
             "value_and_grad: loss_fn must not differentiate a sum or mean over the replicas "
@@ -139,15 +136,16 @@ def axes_of_gradients(tangent: jaxprs.ClosedJaxpr) -> frozenset[str]:
     """Return the axes over which a tangent program communicates values that depend on its inputs.
 
     The constants of a tangent program are values of the forward pass, or values that a checkpoint
-    recomputes. So over the returned axes, gradients are communicated.
+    recomputes. So the values that depend on the inputs are tangents, and the backward pass
+    communicates gradients over the returned axes.
     """
     names: set[str] = set()
 
     def transfer(eqn: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
         if any(depends):
-            # An unknown body could sum its operands over any axes that it names, so all these axes
-            # are counted.
-            names.update(axes.named(inner for inner, _ in interpret.equations([eqn])))
+            # ``eqn`` may have an unknown body, which could sum operands over any axes that it
+            # names. So all these axes are counted.
+            names.update(axes.named([inner for inner, _ in interpret.equations([eqn])]))
         return [any(depends)] * len(eqn.outvars)
 
     interpret.flow(tangent, [True] * len(tangent.jaxpr.invars), transfer, any, nothing=False)

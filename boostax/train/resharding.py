@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from boostax._core import protocols, trees
-from boostax._core.replicas import distributed_items, is_per_replica, spread_anew
+from boostax._core.replicas import PerReplica, distributed_items, is_per_replica, spread_anew
 from boostax._core.types import PyTree
 
 
@@ -22,7 +22,7 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, PyTree]]) -> PyTre
     Returns:
       A tree of ``jax.ShapeDtypeStruct``.
     """
-    parts = trees.find(target, is_per_replica)
+    parts = trees.find(target, PerReplica)
     # These leading dimensions may differ: the replicas, and the items of each replica.
     items = distributed_items(target)
     local = {id(x): 1 + (id(part) in items) for part in parts for x in jax.tree.leaves(part)}
@@ -39,7 +39,8 @@ def as_saved(target: PyTree, saved: Mapping[str, Mapping[str, PyTree]]) -> PyTre
 def typed(leaf: PyTree, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Return a leaf's type with another shape; a leaf without a sharding is on the first device.
 
-    If the devices do not divide the number of replicas, every device reads all replicas.
+    If the number of devices does not divide the number of replicas, every device reads all
+    replicas.
     """
     sharding: PyTree = getattr(leaf, "sharding", None)
     sharding = sharding or SingleDeviceSharding(jax.local_devices()[0])

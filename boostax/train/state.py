@@ -20,7 +20,7 @@ from boostax._core.replicas import PerReplica, owns_params, stack_replicas
 from boostax._core.transfer import is_key, place
 from boostax._core.types import PyTree
 from boostax.accumulate.microbatch import require_even
-from boostax.train.on_mesh import specs_of
+from boostax.train.apply import specs_of
 
 _WHO = "make_train_step"
 
@@ -72,7 +72,7 @@ class Placing:
     spans_processes: bool
 
     def state(self, state: TrainState) -> TrainState:
-        """Place the state of one replica on all replicas; if it has types, add shardings."""
+        """Place the state of one replica on all replicas; for a state of types, add shardings."""
         specs = self.of_params(state.params)
         got = len(jax.tree.leaves(specs))
         count = len(jax.tree.leaves(state.params))
@@ -211,7 +211,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
       ['applied', 'micro_step', 'optimizer_steps', 'skipped']
     """
     gates = gates_in(opt_state)
-    # A window counts the calls that the gates inside the window skipped.
+    # A window also counts the calls that gates inside it skipped, so these gates are left out.
     windows = trees.telling(opt_state, protocols.Window)
     inside = {id(x) for window in windows for x in gates_in(window) if id(x) != id(window)}
     outer = (getattr(x, "skipped", None) for x in gates if id(x) not in inside)

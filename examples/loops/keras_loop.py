@@ -2,7 +2,7 @@
 
 Eight emulated devices hold whole params, and four calls make an optimizer step. The program
 evaluates averaged params, saves inside a window, resumes on four devices, and counts what a step
-reduces. Keras's ``fit`` reduces in each call: it differentiates the loss of the whole batch.
+reduces. Keras's ``fit`` reduces in each call, because it differentiates the whole batch's loss.
 
     JAX_PLATFORMS=cpu python examples/loops/keras_loop.py
 """

@@ -3,8 +3,8 @@
 Eight emulated devices hold whole params, and compare their copies. The program evaluates an
 averaged head, saves inside a window of four calls, resumes on four devices, and counts what a step
 reduces. Model and optimizer change in place. Params change only in steps. Each call averages the
-statistics of BatchNorm over the devices, unless one is not finite. A device normalizes by its own
-rows (by all rows with ``axis_name="data"`` in the layer) and draws its own dropout.
+statistics of BatchNorm over the devices, unless a statistic is not finite. A device normalizes by
+statistics of its rows (of all rows with ``axis_name="data"`` in the layer) and draws its dropout.
 
     JAX_PLATFORMS=cpu python examples/loops/nnx_loop.py
 """
