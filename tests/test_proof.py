@@ -25,12 +25,8 @@ def test_types_tell_varying_from_equal_values():
 
     def read(same, mine):
         cast, kind = lax.pcast(same, "data", to="varying"), jax.eval_shape(jnp.abs, mine)
-        varying.extend(
-            [
-                {*jax.sharding.get_abstract_mesh().manual_axes},
-                *map(axes.varying, (mine, cast, kind)),
-            ]
-        )
+        varying.append({*jax.sharding.get_abstract_mesh().manual_axes})
+        varying.extend(map(axes.varying, (mine, cast, kind)))
         equal.extend(map(axes.varying, (same, lax.psum(mine, "data"))))
         return mine
 

@@ -416,8 +416,7 @@ def linen_layers():
         def __call__(self, x, _):
             return x + nn.Dense(WIDTH)(jnp.tanh(x)), None
 
-    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-    stack = nn.scan(Block, length=COUNT, **axes)()
+    stack = nn.scan(Block, length=COUNT, variable_axes={"params": 0}, split_rngs={"params": True})()
     layers = stack.init(jax.random.key(0), jnp.ones((1, WIDTH)), None)["params"]
     return layers, lambda x, w: Block().apply({"params": w}, x, None)
 
@@ -509,7 +508,7 @@ STEPS = {
     "window": ({"wrap": lambda tx: boostax.accumulate(tx, 2)}, WITHOUT_GATES),
     "micro-batches": ({"microbatches": 2}, "microbatches must be 1 with release=True, got 2"),
     "freeze": ({"wrap": lambda tx: boostax.scheduled_freeze(tx, LABELS, DEPTHS)}, WITHOUT_GATES),
-    "int8": ({"tx": optax.chain(boostax.int8_reduce("data"), ADAM_OF())}, "a plain mean"),
+    "int8": ({"tx": optax.chain(boostax.int8_reduce(), ADAM), "place": "FSDP"}, "a plain mean"),
     "clip": (
         {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"},
         r"because the backward loop averages gradients, got \('all_reduce', 'clip'\)",
@@ -522,10 +521,8 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_cannot_run_its_layers_is_refused(name):
     how, words = STEPS[name]
-    place = "FSDP" if name in ("int8",) else "one device"
     with pytest.raises(ValueError, match=words):
-        how = {"tx": ADAM_OF(), "layers": RELEASE} | how
-        step = step_of(loss_fn, how.pop("tx"), place, **how)
+        step = step_of(loss_fn, **{"tx": ADAM_OF(), "layers": RELEASE} | how)
         step(step.init(first_params()), next(batches()))
 
 

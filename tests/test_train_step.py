@@ -243,10 +243,9 @@ LOGITS = jax.jit(lambda x: x @ VECTOR["w"])(ROWS)
 def test_logits_are_each_rows_own(mapped, microbatches):
     """Averaged over micro-batches and replicas, those of one row were mixed with another's."""
     mesh = mesh_of(data=2)
-    given = {"has_aux": True, "microbatches": microbatches}
-    axis = {"axis_name": "data"} if mapped else {}
-    axis |= {"mesh": mesh} if mapped == "mesh" else {}
-    oracle = boostax.value_and_grad(with_logits, **axis, **given)
+    how = {"axis_name": "data"} if mapped else {}
+    how |= {"mesh": mesh} if mapped == "mesh" else {}
+    oracle = boostax.value_and_grad(with_logits, has_aux=True, microbatches=microbatches, **how)
 
     def told(x):
         return oracle(VECTOR, (), x)[0][1]
