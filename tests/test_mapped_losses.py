@@ -25,6 +25,10 @@ def normalized(w, x, mean):
     return jnp.mean(jnp.tanh(h - mean(jnp.mean(h))) ** 2)
 
 
+def penalized(w, x, mean):
+    return local(w, x) + mean(jnp.mean(x @ w)) ** 2
+
+
 def total(w, x):
     return lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "data") / lax.psum(jnp.float32(len(x)), "data")
 
@@ -38,10 +42,7 @@ LOSSES = {
     "sum over count": (total, local),
     "gathered": (lambda w, x: jnp.mean(lax.all_gather(local(w, x), "data")), local),
     "statistics": (lambda w, x: normalized(w, x, pmean), lambda w, x: normalized(w, x, jnp.mean)),
-    "a part": (
-        lambda w, x: local(w, x) + pmean(jnp.mean(x @ w)) ** 2,
-        lambda w, x: local(w, x) + jnp.mean(x @ w) ** 2,
-    ),
+    "a part": (lambda w, x: penalized(w, x, pmean), lambda w, x: penalized(w, x, jnp.mean)),
 }
 
 

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*no part flips the sign")
 
 ADAM = functools.partial(optax.adamw, 1e-2)
 moments = optax.scale_by_adam
+masked_adam = functools.partial(optax.masked, moments(), {"a": True, "b": False})
 LABELS = {"a": "left", "b": "right"}
 
 
@@ -59,10 +60,6 @@ def assert_same(actual, expected):
 def buffers(tree):
     shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
-
-
-def masked_adam():
-    return optax.masked(optax.scale_by_adam(), {"a": True, "b": False})
 
 
 def only(state, key):

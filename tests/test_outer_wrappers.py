@@ -37,11 +37,8 @@ def ran(tx, *runs):
         yield params
 
 
-def safe(tx):
-    """A scaler of scale 1, so that the gradients here are scaled ones."""
-    return boostax.static_loss_scale(tx, 1.0)
-
-
+# A scaler of scale 1, so that the gradients here are scaled ones.
+safe = functools.partial(boostax.static_loss_scale, scale=1.0)
 inject = optax.inject_hyperparams
 WRAPPERS = {
     "inject_hyperparams": lambda gate: inject(lambda rate: gate(optax.sgd(rate)))(rate=FALLING),

@@ -47,8 +47,7 @@ def test_each_collective_is_recognised(check_vma):
         return x
 
     how = {"mesh": MESH, "in_specs": P("data"), "out_specs": P("data"), "check_vma": check_vma}
-    x = jax.ShapeDtypeStruct((4,), jnp.float32)
-    program = jax.make_jaxpr(jax.shard_map(send, **how))(x)
+    program = jax.make_jaxpr(jax.shard_map(send, **how))(jax.ShapeDtypeStruct((4,), jnp.float32))
     sent = axes.sent_over(eqn for eqn, _ in interpret.equations(program.jaxpr))
     assert sent.count(("data",)) == len(axes.COLLECTIVES) + 1
 
