@@ -84,8 +84,8 @@ def _transfer(eqn: jaxprs.JaxprEqn, operands: list[Degree]) -> list[Degree]:
         kind = "absolute"
     if kind != "place" or len(operands) != len(types):
         operands = [_degree(eqn, kind, operands)] * len(types)
-    # An integer or a bool has the degree ``ANY``, because no gradient depends on it. But such a
-    # value keeps the degree ``NONE`` or ``UNKNOWN``, because the loss scale may change the value.
+    # An integer or a bool has the degree ``ANY``, because no gradient depends on it. Only the
+    # degrees ``NONE`` and ``UNKNOWN`` are kept, because then the loss scale may change the value.
     pairs = zip(operands, types, strict=True)
     return [x if is_inexact(aval) or x in (NONE, UNKNOWN) else ANY for x, aval in pairs]
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 Operand = TypeVar("Operand")
 Fact = TypeVar("Fact")
 
-# No other check notices that boostax misreads a program, so these hints name the consequence.
+# If a version of JAX changes the parameters of an equation, boostax could misread the program. Only
+# the errors with these hints would show this, so the hints name the consequence.
 _TESTED = "Install tested versions in a checkout: pip install -c constraints.txt ."
 _MISSED = f"Without this error, boostax would ignore the program inside this equation. {_TESTED}"
 _MIXED = f"Without this error, boostax would mistake constants for the carry. {_TESTED}"

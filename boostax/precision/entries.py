@@ -116,8 +116,8 @@ def _on_blocks(
             return codec.compute(*wide)
         if known:
             return next(unused)
-        # The scales have no dimensions of size one, because XLA:CPU would copy such arrays to
-        # another layout.
+        # XLA:CPU would copy arrays with dimensions of size one to another layout, so these
+        # dimensions are removed from the scales.
         scales.append(jnp.squeeze(codec.compute(*formats.extremes(operands[0], inside)), inside))
         return scales[-1]
 

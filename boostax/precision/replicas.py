@@ -43,8 +43,8 @@ class CheckReplicasState(NamedTuple):
       applied: bool, whether the last call ran the inner transformation.
       skipped: i32, calls that were skipped since the start.
       compared: i32, the number of compared replicas; 0 before the first call.
-      leaves: u32 ``[16]``, the CRC-32 of the path, such as ``params/w``, of each leaf that differed
-        in the last comparison with a difference; 0 in unused elements.
+      leaves: u32 ``[16]``: for each leaf that differed, the CRC-32 of its path, such as
+        ``params/w``, from the last comparison that found a difference; 0 in unused elements.
       culprits: i32 ``[16]``, the replica whose copy of the leaf differed; -1 in unused elements.
       inner_state: state of the inner transformation.
     """

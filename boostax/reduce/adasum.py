@@ -366,8 +366,8 @@ def adasum_delta(
     options = Options(shard_axes, scope, wire_dtype, bucket_bytes, leaf_metrics).checked(who, names)
 
     def init_fn(params: PyTree) -> AdasumDeltaState:
-        local = axes.to_varying(gate.init_optimizer(who, tx, params), replicas)
-        return AdasumDeltaState(PerReplica(local), options.init(params))
+        local = trees.unshared(tx.init(trees.at_least_float32(params)), params)
+        return AdasumDeltaState(PerReplica(axes.to_varying(local, replicas)), options.init(params))
 
     described = describe("adasum", "adasum", names)
     mean = f"Run inner on the mean gradient over {', '.join(inside)}, "

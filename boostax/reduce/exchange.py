@@ -36,7 +36,7 @@ SLICE_TOGETHER = 2**16
 # A leaf is cut into slices in its own shape if padding enlarges the leaf by at most this factor.
 # Other leaves are packed.
 PADDING = 1.01
-# The maximum number of columns in a block.
+# The columns of packed leaves are divided into blocks of at most this many columns; see ``Chunk``.
 BLOCK = 256
 # The number of lanes in a TPU's vector register. A leaf with shorter rows is cut into rows of
 # consecutive elements.

@@ -349,7 +349,7 @@ def _stacked(grads: PyTree, place: Placement) -> PerReplica:
 
 
 def _require_stacked(grads: PerReplica, params: PyTree, lead: tuple[int, ...]) -> None:
-    """Refuse gradients with the shapes of the params, because such gradients are reduced."""
+    """Refuse gradients without the leading dimensions ``lead``, such as reduced gradients."""
     shapes = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(local_types(params))}
     hint = "Use boostax.value_and_grad(loss, mesh=mesh), or optimizer.value_and_grad(loss)(model, "
     hint += "batch) in NNX. The gradients of jax.grad are already reduced."
