@@ -126,7 +126,7 @@ def test_replicas_that_do_not_divide_share_a_weighed_window():
         assert {x.shape[0] for x in jax.tree.leaves(moved)} == {count}
 
 
-MESSAGE = r"state .* of {} .* got \[\(.* \({},.*boostax\.reshard_state\(state, n\)"
+MESSAGE = r"state .* of {}, got \[\(.* \({},.*boostax\.reshard_state\(state, n\)"
 
 
 @pytest.mark.parametrize(("counts", "shares"), [((4, 2), False), ((2, 4), True), ((4, 1), True)])
