@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec
+from jax import P, lax
 from lanes import spread
 
 import boostax
@@ -26,9 +25,12 @@ def normalized(w, x, mean):
     return jnp.mean(jnp.tanh(h - mean(jnp.mean(h))) ** 2)
 
 
+def penalized(w, x, mean):
+    return local(w, x) + mean(jnp.mean(x @ w)) ** 2
+
+
 def total(w, x):
-    count = lax.psum(jnp.float32(len(x)), "data")
-    return lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "data") / count
+    return lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "data") / lax.psum(jnp.float32(len(x)), "data")
 
 
 pmean = lambda x: lax.pmean(x, "data")  # noqa: E731
@@ -40,30 +42,26 @@ LOSSES = {
     "sum over count": (total, local),
     "gathered": (lambda w, x: jnp.mean(lax.all_gather(local(w, x), "data")), local),
     "statistics": (lambda w, x: normalized(w, x, pmean), lambda w, x: normalized(w, x, jnp.mean)),
-    "a part": (
-        lambda w, x: local(w, x) + pmean(jnp.mean(x @ w)) ** 2,
-        lambda w, x: local(w, x) + jnp.mean(x @ w) ** 2,
-    ),
+    "a part": (lambda w, x: penalized(w, x, pmean), lambda w, x: penalized(w, x, jnp.mean)),
 }
 
 
 def mapped(loss, mode, mesh, scale=1024.0):
     """Loss and mean gradient over eight replicas, as each mode has them."""
     state = boostax.static_loss_scale(optax.sgd(1.0), scale).init(W)
-    place = {"mesh": mesh} if mode == "global" else {}
-    oracle = boostax.value_and_grad(loss, axis_name="data", **place)
     if mode == "global":
+        oracle = boostax.value_and_grad(loss, axis_name="data", mesh=mesh)
         value, grads = jax.jit(oracle)(W, state, X)
         return value, jnp.mean(grads.local, 0) / scale
 
     def run(w, x):
-        value, grads = oracle(w, state, x)
+        value, grads = boostax.value_and_grad(loss, axis_name="data")(w, state, x)
         return value, pmean(grads) / scale
 
     if mode == "pmap":
         mapping = jax.pmap(run, axis_name="data", in_axes=(None, 0))
         return jax.tree.map(lambda x: x[0], mapping(W, X.reshape(8, 2, 2)))
-    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
     return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=mode == "checked", **specs))(W, X)
 
 
@@ -145,9 +143,8 @@ def test_weights_of_gradients_that_cross_replicas_are_refused(mesh, check_vma, w
         options = {"axis_name": "data", "has_aux": True, "microbatches": microbatches}
         oracle = boostax.value_and_grad(wrapped(loss), **options)
         run = lambda w, batch: pmean(oracle(w, (), batch)[1])  # noqa: E731
-        specs = {"in_specs": (PartitionSpec(), PartitionSpec("data"))}
-        specs |= {"out_specs": PartitionSpec(), "mesh": mesh, "check_vma": check_vma}
-        return jax.jit(jax.shard_map(run, **specs))(W, (X, MASK.astype(jnp.float32)))
+        specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+        return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(W, (X, MASK.astype(jnp.float32)))
 
     for microbatches in (1, 2):
         with pytest.raises(ValueError, match=r"value_and_grad: Aux.weight must be left out"):

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*no part flips the sign")
 
 ADAM = functools.partial(optax.adamw, 1e-2)
 moments = optax.scale_by_adam
+masked_adam = functools.partial(optax.masked, moments(), {"a": True, "b": False})
 LABELS = {"a": "left", "b": "right"}
 
 
@@ -45,6 +46,12 @@ def trained(tx, steps=3, start=None):
     return params, state
 
 
+def moved(old_tx, new_tx, steps=3, **how):
+    """A state after a few steps, what it becomes for another transformation, and the report."""
+    params, old = trained(old_tx, steps)
+    return old, *migrate_state(old, new_tx, params, **how)
+
+
 def assert_same(actual, expected):
     chex.assert_trees_all_equal(actual, expected, strict=True)
     assert not any(x.weak_type for x in jax.tree.leaves(actual))
@@ -53,10 +60,6 @@ def assert_same(actual, expected):
 def buffers(tree):
     shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
-
-
-def masked_adam():
-    return optax.masked(optax.scale_by_adam(), {"a": True, "b": False})
 
 
 def only(state, key):
@@ -171,13 +174,11 @@ def multi(every):
 
 @pytest.mark.parametrize("steps", [0, 4])
 def test_multi_steps_becomes_accumulate_and_back(steps):
-    old_tx = multi(4)
-    params, old = trained(old_tx, steps)
-    new_tx = boostax.accumulate(ADAM(), 4)
-    state, _ = migrate_state(old, new_tx, params)
+    new_tx, params = boostax.accumulate(ADAM(), 4), make_params()
+    old, state, _ = moved(multi(4), new_tx, steps)
     counts = {"optimizer_steps": old.gradient_step, "inner_state": old.inner_opt_state}
     assert_same(state, new_tx.init(params)._replace(**counts))
-    assert_same(migrate_state(state, old_tx, params)[0], old)
+    assert_same(migrate_state(state, multi(4), params)[0], old)
 
 
 def decay(step):
@@ -214,12 +215,11 @@ def test_a_new_schedule_goes_on_at_a_given_step(kind):
 
 
 def test_a_step_of_no_schedule_is_named_and_new_moments_begin_at_zero():
-    params, old = trained(optax.sgd(0.1))
-    state, report = migrate_state(old, ADAM(), params, count=10)
-    assert_same(state, ADAM().init(params))
+    _, state, report = moved(optax.sgd(0.1), ADAM(), count=10)
+    assert_same(state, ADAM().init(make_params()))
     assert report.notes == ("count=10 has no effect, because no schedule is new.",)
     with pytest.raises(ValueError, match="migrate_state: count must be"):
-        migrate_state(old, ADAM(), params, count=-1)
+        moved(optax.sgd(0.1), ADAM(), count=-1)
 
 
 FOREIGN = {
@@ -259,8 +259,8 @@ def test_apply_if_finite_becomes_a_scaler_alone_or_with_a_scale_from_elsewhere()
 
 
 def test_the_report_says_what_was_kept_made_and_dropped():
-    params, old = trained(optax.chain(masked_adam(), optax.trace(0.5), record()))
-    _, report = migrate_state(old, window(optax.chain(clip(), optax.scale_by_adam())), params)
+    old_tx = optax.chain(masked_adam(), optax.trace(0.5), record())
+    *_, report = moved(old_tx, window(optax.chain(clip(), optax.scale_by_adam())))
     assert str(report) == (
         "kept:\n"
         "  ScaleByAdamState count, mu/a, nu/a: 0/inner_state -> inner_state/1\n"
@@ -274,8 +274,7 @@ def test_the_report_says_what_was_kept_made_and_dropped():
 
 
 def test_a_trajectory_of_another_size_begins_anew():
-    params, old = trained(boostax.subspace.record_trajectory(3))
-    state, report = migrate_state(old, boostax.subspace.record_trajectory(4), params)
+    _, state, report = moved(record(), boostax.subspace.record_trajectory(4))
     assert (int(state.steps), int(state.recorded)) == (3, 0)
     assert report.anew == ("TrajectoryState recorded, snapshots: the root",)
 
@@ -295,9 +294,7 @@ PRECISIONS = [(None, "bfloat16"), ("bfloat16", None), ("float16", "bfloat16")]
 @pytest.mark.parametrize(("before", "after"), PRECISIONS)
 def test_a_leaf_of_another_precision_is_cast_and_named(before, after):
     """Defect guarded against: mu, nu and the count of another ``mu_dtype`` began anew."""
-    old_tx, new_tx = ADAM(mu_dtype=before), ADAM(mu_dtype=after)
-    params, old = trained(old_tx)
-    state, report = migrate_state(old, new_tx, params)
+    old, state, report = moved(ADAM(mu_dtype=before), ADAM(mu_dtype=after))
     dtypes = [str(jnp.dtype(x or "float32")) for x in (before, after)]
     assert_same(state, (old[0]._replace(mu=optax.tree.cast(old[0].mu, dtypes[1])), *old[1:]))
     assert report.notes == ("mu of ScaleByAdamState at 0 is cast from {} to {}.".format(*dtypes),)
@@ -312,22 +309,19 @@ def test_a_cast_that_leaves_the_range_is_refused():
 
 
 def test_of_several_states_the_best_fit_is_taken_and_named():
-    params, old = trained(optax.chain(masked_adam(), moments()))
-    state, report = migrate_state(old, optax.scale_by_adam(), params)
+    old, state, report = moved(optax.chain(masked_adam(), moments()), moments())
     assert_same(state, old[1])
     (note,) = report.notes
     assert note == "ScaleByAdamState: 2 in the old state, 1 in the new state; 1 -> the root."
-    params, old = trained(optax.named_chain(("x", optax.trace(0.9)), ("y", optax.trace(0.5))))
-    more = optax.named_chain(*[(name, optax.trace(0.9)) for name in "wxy"])
-    state, report = migrate_state(old, more, params)
+    two = optax.named_chain(("x", optax.trace(0.9)), ("y", optax.trace(0.5)))
+    old, state, report = moved(two, optax.named_chain(*[(x, optax.trace(0.9)) for x in "wxy"]))
     assert_same((state["x"], state["y"]), (old["x"], old["y"]))
     assert report.notes == ("TraceState: 2 in the old state, 3 in the new state; x -> x, y -> y.",)
 
 
 def test_one_state_becomes_several_and_several_one():
-    make_old, make_new, _ = CHANGES["partition"]
-    params, old = trained(make_new())
-    state, report = migrate_state(old, make_old(), params)
+    make_new, make_old, _ = CHANGES["partition"]
+    old, state, report = moved(make_old(), make_new())
     left, right = (old.inner_states[side].inner_state for side in ("left", "right"))
     assert_same(state.mu, {"a": left.mu["a"], "b": right.mu["b"]})
     assert int(state.count) == 3
@@ -337,8 +331,7 @@ def test_one_state_becomes_several_and_several_one():
 
 def test_saved_hyperparameters_win_and_are_named():
     make = optax.inject_hyperparams(optax.adam)
-    params, old = trained(make(1e-2))
-    state, report = migrate_state(old, scaled(make(1e-3)), params)
+    old, state, report = moved(make(1e-2), scaled(make(1e-3)))
     assert_same(state.inner_state, old)
     name = "inner_state/hyperparams/learning_rate"
     assert report.notes == (f"{name} is 0.01, not 0.001: the saved value replaces the argument.",)
@@ -356,10 +349,9 @@ def test_params_of_other_shapes_are_refused_by_name():
 def test_a_state_without_its_classes_is_read_by_the_names_of_fields(change):
     """Defect guarded against: nothing of it was kept, also with another chain's units."""
     make_old, make_new, _ = CHANGES[change]
-    params, old = trained(make_old())
-    expected, said = migrate_state(old, make_new(), params)
+    old, expected, said = moved(make_old(), make_new())
     for saved in (plain(old), serialization.msgpack_restore(serialization.to_bytes(old))):
-        state, report = migrate_state(saved, make_new(), params)
+        state, report = migrate_state(saved, make_new(), make_params())
         assert_same(state, expected)
         assert report.kept == said.kept and report.dropped == said.dropped
         assert "old_state has no classes" in report.notes[0]
@@ -459,8 +451,7 @@ def test_placement_and_keys_follow_the_new_state():
     assert state.inner_state[0].mu["a"].devices() == {jax.devices()[1]}
     assert not state.inner_state[0].count.committed
     noisy = optax.add_noise(0.1, 0.5, jax.random.key(1))
-    params, old = trained(noisy)
-    state, _ = migrate_state(old, optax.chain(clip(), noisy), params)
+    old, state, _ = moved(noisy, optax.chain(clip(), noisy))
     assert jnp.all(jax.random.key_data(state[1].rng_key) == jax.random.key_data(old.rng_key))
 
 

@@ -269,16 +269,14 @@ FULL = re.compile(
 
 def heard(call, tmp_path):
     """Return what boostax says to a call, in an error or a warning, and what others say."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as warned:
         try:
             call(tmp_path) if call.__code__.co_argcount else call()
-        except (ValueError, TypeError, AttributeError) as error:
+        except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1].filename
             own = pathlib.Path(boostax.__file__).parent in pathlib.Path(last).parents
+            own = own and isinstance(error, ValueError | TypeError | AttributeError)
             return (str(error), "") if own else ("", repr(error))
-        except Exception as error:
-            return "", repr(error)
     return "".join(str(x.message) for x in warned if x.category is UserWarning), ""
 
 

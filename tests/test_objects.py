@@ -14,6 +14,7 @@ import pytest
 from contract_cases import CASES
 from flax import nnx
 from reducing import mesh_of
+from training import follow, walk
 
 import boostax
 from boostax._core.gate import GatedUpdate, gate_of
@@ -83,9 +84,7 @@ def test_a_function_around_update_is_no_gate():
 
     for around in (doubled, jax.jit(tx.update)):
         assert gate_of(tx._replace(update=around)) is None
-    params, state = PARAMS, tx.init(PARAMS)
-    for _ in range(2):
-        params, state = boostax.apply_gradients(tx._replace(update=doubled), GRADS, state, params)
+    params, _ = walk(tx._replace(update=doubled), PARAMS, [GRADS] * 2)[-1]
     np.testing.assert_allclose(params["a"], 1.0 - 0.2, rtol=1e-6)
 
 
@@ -110,9 +109,7 @@ def test_a_rebuilt_schedule_still_freezes_and_another_update_is_refused():
     results = []
     for each in (tx, copy.deepcopy(tx)):
         step = boostax.make_train_step(loss, each)
-        state = step.init(PARAMS)
-        for _ in range(2):
-            state, _ = step(state, jnp.ones(4))
+        state, _ = follow(step, step.init(PARAMS), [jnp.ones(4)] * 2)
         assert step.depths == (0, 1)
         results.append(state.params)
     jax.tree.map(np.testing.assert_array_equal, *results)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lanes import lanes
 from reducing import PLACEMENTS, loss_fn, mesh_of, the_one
@@ -17,8 +17,7 @@ from training import own_step
 import boostax
 from boostax.testing import drawn
 
-WIDTH, DEPTH = 64, 2
-ROWS = 64
+WIDTH, DEPTH, ROWS = 64, 2, 64
 
 
 def placed(tree, mesh, specs):
@@ -156,12 +155,10 @@ def test_there_are_at_least_34_of_them():
     assert len(OPTIMIZERS) >= 34
 
 
-def test_a_nan_of_one_shard_is_seen_in_plain_jit():
+def test_a_nan_of_one_shard_is_seen_in_plain_jit(mesh):
     """XLA:CPU's all-reduce of maxima drops a NaN."""
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    bad = np.ones((64, 8), np.float32)
     for row in (0, 13, 63):
-        x = bad.copy()
+        x = np.ones((64, 8), np.float32)
         x[row, 3] = np.nan
         for spec in (P("data"), P(None, "data"), P()):
             array = jax.device_put(x, NamedSharding(mesh, spec))

@@ -37,21 +37,17 @@ def ran(tx, *runs):
         yield params
 
 
-def safe(tx):
-    """A scaler of scale 1, so that the gradients here are scaled ones."""
-    return boostax.static_loss_scale(tx, 1.0)
-
-
+# A scaler of scale 1, so that the gradients here are scaled ones.
+safe = functools.partial(boostax.static_loss_scale, scale=1.0)
+inject = optax.inject_hyperparams
 WRAPPERS = {
-    "inject_hyperparams": lambda gate: optax.inject_hyperparams(lambda rate: gate(optax.sgd(rate)))(
-        rate=FALLING
-    ),
+    "inject_hyperparams": lambda gate: inject(lambda rate: gate(optax.sgd(rate)))(rate=FALLING),
     "schedule_free": lambda gate: optax.contrib.schedule_free(gate(SGD), 0.1),
     "mechanize": lambda gate: optax.contrib.mechanize(gate(SGD)),
     "sam": lambda gate: optax.contrib.sam(gate(SGD), optax.sgd(0.05)),
 }
 MENDED = {
-    "inject_hyperparams": lambda gate: gate(optax.inject_hyperparams(optax.sgd)(FALLING)),
+    "inject_hyperparams": lambda gate: gate(inject(optax.sgd)(FALLING)),
     "schedule_free": lambda gate: gate(optax.contrib.schedule_free(SGD, 0.1)),
     "mechanize": lambda gate: gate(optax.contrib.mechanize(SGD)),
     "sam": lambda gate: gate(optax.contrib.sam(SGD, optax.sgd(0.05))),
@@ -92,6 +88,7 @@ def test_a_window_of_weighted_micro_batches_is_none_of_multi_steps():
 PARTS = {"a": jnp.float32(1.0), "b": jnp.float32(2.0), "n": jnp.ones(3)}
 SIDES = {"a": "scaled", "b": "plain", "n": "plain"}
 MASK = {"a": True, "b": False, "n": False}
+REST = optax.masked(optax.set_to_zero(), jax.tree.map(lambda x: not x, MASK))
 
 
 def loss_of_parts(params, x, *, scales=None):
@@ -110,10 +107,7 @@ SCALERS = {
 PARTIAL = {
     "partition": lambda tx: optax.partition({"scaled": tx, "plain": SGD}, SIDES),
     "masked": lambda tx: optax.masked(tx, MASK),
-    "frozen beside it": lambda tx: optax.chain(
-        optax.masked(tx, MASK),
-        optax.masked(optax.set_to_zero(), jax.tree.map(lambda x: not x, MASK)),
-    ),
+    "frozen beside it": lambda tx: optax.chain(optax.masked(tx, MASK), REST),
     "every other call": lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 0),
 }
 

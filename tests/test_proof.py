@@ -25,12 +25,8 @@ def test_types_tell_varying_from_equal_values():
 
     def read(same, mine):
         cast, kind = lax.pcast(same, "data", to="varying"), jax.eval_shape(jnp.abs, mine)
-        varying.extend(
-            [
-                {*jax.sharding.get_abstract_mesh().manual_axes},
-                *map(axes.varying, (mine, cast, kind)),
-            ]
-        )
+        varying.append({*jax.sharding.get_abstract_mesh().manual_axes})
+        varying.extend(map(axes.varying, (mine, cast, kind)))
         equal.extend(map(axes.varying, (same, lax.psum(mine, "data"))))
         return mine
 
@@ -51,8 +47,7 @@ def test_each_collective_is_recognised(check_vma):
         return x
 
     how = {"mesh": MESH, "in_specs": P("data"), "out_specs": P("data"), "check_vma": check_vma}
-    x = jax.ShapeDtypeStruct((4,), jnp.float32)
-    program = jax.make_jaxpr(jax.shard_map(send, **how))(x)
+    program = jax.make_jaxpr(jax.shard_map(send, **how))(jax.ShapeDtypeStruct((4,), jnp.float32))
     sent = axes.sent_over(eqn for eqn, _ in interpret.equations(program.jaxpr))
     assert sent.count(("data",)) == len(axes.COLLECTIVES) + 1
 

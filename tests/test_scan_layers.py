@@ -253,6 +253,7 @@ ADAM = optax.chain(
     optax.scale_by_learning_rate(optax.linear_schedule(1e-3, 1e-4, 5)),
 )
 GROUPS = {"stack": optax.adam(1e-3), "rest": optax.sgd(1e-2)}
+group = lambda params: {k: "stack" if k == "layers" else "rest" for k in params}  # noqa: E731
 OPTIMIZERS = {
     "AdamW, mask and schedule": ADAM,
     "Lion": optax.lion(1e-3),
@@ -260,9 +261,7 @@ OPTIMIZERS = {
     "Adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
     "LAMB": optax.lamb(1e-3),
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(1e-3),
-    "partition": optax.partition(
-        GROUPS, lambda params: {k: "stack" if k == "layers" else "rest" for k in params}
-    ),
+    "partition": optax.partition(GROUPS, group),
     "AdaGC": optax.chain(boostax.model.adagc(warmup=1, max_norm=9.0), optax.adamw(1e-3)),
 }
 
@@ -397,9 +396,8 @@ def test_a_layer_whose_gradient_overflows_is_skipped_alone(place, tmp_path):
     state, told = step(state, bad)
     assert told["applied"] and told["layers_skipped"] == 1
     state = jax.device_get(state)
-    pick = lambda state, which: jax.tree.map(  # noqa: E731
-        lambda x: x[which], (state.params["layers"], state.opt_state.stacks)
-    )
+    parts = lambda state: (state.params["layers"], state.opt_state.stacks)  # noqa: E731
+    pick = lambda state, which: jax.tree.map(lambda x: x[which], parts(state))  # noqa: E731
     assert_same(pick(state, 0), pick(before, 0))
     assert_same(pick(state, slice(1, None)), pick(expected, slice(1, None)))
     assert_same(state.params["head"], expected.params["head"])
@@ -416,8 +414,7 @@ def linen_layers():
         def __call__(self, x, _):
             return x + nn.Dense(WIDTH)(jnp.tanh(x)), None
 
-    axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-    stack = nn.scan(Block, length=COUNT, **axes)()
+    stack = nn.scan(Block, length=COUNT, variable_axes={"params": 0}, split_rngs={"params": True})()
     layers = stack.init(jax.random.key(0), jnp.ones((1, WIDTH)), None)["params"]
     return layers, lambda x, w: Block().apply({"params": w}, x, None)
 
@@ -477,12 +474,13 @@ def a_part(p, batch):
     return scan_layers(lambda x, w: (x * w, None), p["embed"][0], p["layers"]["s"])[0].sum()
 
 
+def outside(params, batch):
+    return loss_fn(params, batch) + jnp.sum(params["layers"]["a"] ** 2)
+
+
 LOSSES = {
     "twice": (twice, "the stack 'layers' must be scanned once in a loss, got scanned again"),
-    "outside": (
-        lambda params, batch: loss_fn(params, batch) + jnp.sum(params["layers"]["a"] ** 2),
-        "used only in scan_layers, got used outside",
-    ),
+    "outside": (outside, "used only in scan_layers, got used outside"),
     "cast before": (in_bf16, "scanned by boostax.train.scan_layers in loss_fn.*inside the body"),
     "not scanned": (lambda params, batch: params["head"].sum(), "scanned by .*scan_layers"),
     "a part": (a_part, "xs must be all params of the stack, got some of 'layers'"),
@@ -502,6 +500,7 @@ ADAM_OF = functools.partial(optax.adam, 1e-3)
 DEPTHS = boostax.freeze_schedule("progressive", total_steps=10, frozen_fraction=0.3)
 LABELS = {"embed": 0, "layers": 1, "head": 2}
 WITHOUT_GATES = "an optimizer without gates if release=True"
+CLIPS = {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"}
 STEPS = {
     "global clip": ({"tx": optax.chain(optax.clip_by_global_norm(1.0), ADAM_OF())}, "adagc"),
     "Prodigy": ({"tx": optax.contrib.prodigy()}, "reads the gradient of one param at a time"),
@@ -509,11 +508,8 @@ STEPS = {
     "window": ({"wrap": lambda tx: boostax.accumulate(tx, 2)}, WITHOUT_GATES),
     "micro-batches": ({"microbatches": 2}, "microbatches must be 1 with release=True, got 2"),
     "freeze": ({"wrap": lambda tx: boostax.scheduled_freeze(tx, LABELS, DEPTHS)}, WITHOUT_GATES),
-    "int8": ({"tx": optax.chain(boostax.int8_reduce("data"), ADAM_OF())}, "a plain mean"),
-    "clip": (
-        {"tx": optax.chain(boostax.all_reduce(clip=1.0), ADAM_OF()), "layers": "layers"},
-        r"because the backward loop averages gradients, got \('all_reduce', 'clip'\)",
-    ),
+    "int8": ({"tx": optax.chain(boostax.int8_reduce(), ADAM), "place": "FSDP"}, "a plain mean"),
+    "clip": (CLIPS, r"because the backward loop averages gradients, got \('all_reduce', 'clip'\)"),
     "path": ({"layers": "blocks"}, "path must be the path of stacked params"),
     "line search": ({"tx": LINE_SEARCH}, "an optimizer that reads no loss if release"),
 }
@@ -522,10 +518,8 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_cannot_run_its_layers_is_refused(name):
     how, words = STEPS[name]
-    place = "FSDP" if name in ("int8",) else "one device"
     with pytest.raises(ValueError, match=words):
-        how = {"tx": ADAM_OF(), "layers": RELEASE} | how
-        step = step_of(loss_fn, how.pop("tx"), place, **how)
+        step = step_of(loss_fn, **{"tx": ADAM_OF(), "layers": RELEASE} | how)
         step(step.init(first_params()), next(batches()))
 
 

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
+from training import follow
 
 import boostax
 
@@ -37,10 +38,7 @@ def placed(mesh, name):
 
 
 def run(step, start, steps=3):
-    state = step.init(start) if isinstance(start, dict) else start
-    for _ in range(steps):
-        state, _ = step(state, BATCH)
-    return state
+    return follow(step, step.init(start), [BATCH] * steps)[0]
 
 
 def shards(tree):

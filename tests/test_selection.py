@@ -132,8 +132,6 @@ def test_equal_magnitudes_do_not_starve():
         sent, state = tx.update({"w": ones}, state)
         return state, sent["w"]
 
-    def steps(_):
-        return jax.lax.scan(step, tx.init({"w": ones}), length=12)[1]
-
+    steps = lambda _: jax.lax.scan(step, tx.init({"w": ones}), length=12)[1]  # noqa: E731
     sent = np.asarray(jax.jit(jax.vmap(steps, axis_name="data"))(jnp.zeros(1)))[0]
     assert (np.count_nonzero(sent, axis=(1, 2)) == 2600).all() and (sent.sum(0) > 0).all()

@@ -49,12 +49,8 @@ def made(tx, share, loss=loss_fn, **options):
     return boostax.make_train_step(loss, tx, **how)
 
 
-def rest():
-    return (boostax.model.clip_by_global_norm(0.3), optax.adamw(1e-2, weight_decay=0.1))
-
-
-def mean():
-    return boostax.all_reduce(AXIS)
+MEAN = boostax.all_reduce(AXIS)
+REST = boostax.model.clip_by_global_norm(0.3), optax.adamw(1e-2, weight_decay=0.1)
 
 
 def frozen(inner):
@@ -66,13 +62,13 @@ decay = optax.add_decayed_weights(0.1, lambda p: jax.tree.map(lambda x: x.ndim >
 # The laws of placements hold each technique to this, test_on_mesh.py each optimizer.
 CHAINS = {
     "adasum": lambda: optax.chain(boostax.adasum(AXIS), optax.adamw(1e-2)),
-    "centralized": lambda: optax.chain(mean(), boostax.centralize_gradients(), *rest()),
-    "masked": lambda: optax.chain(mean(), rest()[0], decay, optax.adam(1e-2)),
+    "centralized": lambda: optax.chain(MEAN, boostax.centralize_gradients(), *REST),
+    "masked": lambda: optax.chain(MEAN, REST[0], decay, optax.adam(1e-2)),
     "scaler around a window": lambda: boostax.dynamic_loss_scale(
-        boostax.accumulate(optax.chain(mean(), *rest()), 2)
+        boostax.accumulate(optax.chain(MEAN, *REST), 2)
     ),
-    "peer window": lambda: optax.chain(mean(), optax.MultiSteps(optax.adam(1e-2), 2)),
-    "frozen": lambda: frozen(optax.chain(mean(), optax.adamw(1e-2))),
+    "peer window": lambda: optax.chain(MEAN, optax.MultiSteps(optax.adam(1e-2), 2)),
+    "frozen": lambda: frozen(optax.chain(MEAN, optax.adamw(1e-2))),
     "subspace": lambda: boostax.dim_reduce(two, axis_name=AXIS),
 }
 
@@ -108,7 +104,7 @@ def test_it_trains_what_the_whole_does(name):
 
 def test_the_state_takes_an_nth_and_gradients_are_reduced_once():
     """An all-reduce of which each replica uses its part is a reduce-scatter on a TPU and a GPU."""
-    tx = boostax.dynamic_loss_scale(optax.chain(mean(), optax.adamw(1e-2)), axis_name=AXIS)
+    tx = boostax.dynamic_loss_scale(optax.chain(MEAN, optax.adamw(1e-2)), axis_name=AXIS)
     sizes, audits = {}, {}
     for share in (True, False):
         step = made(tx, share, lambda p, b: jnp.mean((b @ p["w"] @ p["v"]) ** 2))
@@ -125,7 +121,7 @@ def test_the_state_takes_an_nth_and_gradients_are_reduced_once():
 
 
 def test_nothing_but_scalars_is_sent_inside_a_window():
-    step = made(boostax.accumulate(optax.chain(mean(), optax.adam(1e-2)), 4, axis_name=AXIS), True)
+    step = made(boostax.accumulate(optax.chain(MEAN, optax.adam(1e-2)), 4, axis_name=AXIS), True)
     found = boostax.audit(step, step.init(initial()), batch(0), calls=4)
     # The loss's mean.
     assert found.reduced == (1, found.params + 1, 1)
@@ -134,16 +130,12 @@ def test_nothing_but_scalars_is_sent_inside_a_window():
     assert found.wire_bytes.least < 100
 
 
-def hidden(tx):
-    """A transformation in which nobody can read what it holds."""
-    return optax.GradientTransformation(tx.init, lambda *args: tx.update(*args))
-
-
 def test_a_part_that_decides_for_each_replica_is_refused():
-    tx = optax.apply_if_finite(optax.chain(mean(), optax.sgd(0.1)), 3)
+    tx = optax.apply_if_finite(optax.chain(MEAN, optax.sgd(0.1)), 3)
     with pytest.raises(ValueError, match="all_reduce inside apply_if_finite: apply_if_f"):
         made(tx, True)
-    step = made(hidden(tx), True)
+    # A transformation in which nobody can read what it holds.
+    step = made(optax.GradientTransformation(tx.init, lambda *args: tx.update(*args)), True)
     with pytest.raises(ValueError, match=r"must be the same on all replicas, got .* differ"):
         step.lower(step.init(initial()), batch(0))
 
@@ -152,7 +144,7 @@ TWO_LEVELS = {"mesh": mesh_of(slow=4, fast=2), "axis_name": ("slow", "fast")}
 
 
 def test_two_levels():
-    make = lambda: optax.chain(boostax.adasum("slow", within="fast"), *rest())  # noqa: E731
+    make = lambda: optax.chain(boostax.adasum("slow", within="fast"), *REST)  # noqa: E731
     assert_near(*(trained(make(), share, 3, **TWO_LEVELS)[1] for share in (True, False)))
 
 
@@ -174,14 +166,9 @@ def test_specs_of_a_sharded_state():
     tx = optax.chain(boostax.top_k_reduce("data"), optax.adam(0.1))
     how = {"param_specs": given, "replicas": 8, "shard_optimizer": True}
     specs = boostax.states.state_specs(tx, params, **how, axis_name="data")
-    assert specs[1][0].mu == {
-        "w": P("data", None),
-        "v": P("data", None),
-        "b": P(),
-        # Along the first dimension that they divide and that is whole.
-        "s": P(None, "data"),
-        "t": P("fsdp", "data"),
-    }
+    expected = {"w": P("data", None), "v": P("data", None), "b": P(), "t": P("fsdp", "data")}
+    # Along the first dimension that they divide and that is whole.
+    assert specs[1][0].mu == expected | {"s": P(None, "data")}
     assert (specs[1][0].count, specs[0].residual.local["w"]) == (P(), P("data"))
     with pytest.raises(ValueError, match="replicas must be the size"):
         boostax.states.state_specs(tx, params, shard_optimizer=True, axis_name="data")

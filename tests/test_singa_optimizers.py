@@ -26,15 +26,14 @@ def warmup(step):
 STARTS = (0.1, 4), (0.1, 5), (0.9, 40), (0.01, 10)
 LR, DECAY, BETA, EPSILON = ([value, steps, 0.7, False] for value, steps in STARTS)
 # All hyper-parameters decay.
-SCHEDULED = {
-    name.lower(): {"class": name, "lr": LR, "weight_decay": DECAY} | more
-    for name, more in (
-        ("SGD", {"momentum": [0.95, 30, 0.8, False], "dampening": [0.5, 7, 0.6, True]}),
-        ("RMSProp", {"rho": BETA, "epsilon": EPSILON}),
-        ("AdaGrad", {"epsilon": EPSILON}),
-        ("Adam", {"beta_1": BETA, "beta_2": [0.999, 100, 0.9, False], "epsilon": EPSILON}),
-    )
+DECAYING = {
+    "SGD": {"momentum": [0.95, 30, 0.8, False], "dampening": [0.5, 7, 0.6, True]},
+    "RMSProp": {"rho": BETA, "epsilon": EPSILON},
+    "AdaGrad": {"epsilon": EPSILON},
+    "Adam": {"beta_1": BETA, "beta_2": [0.999, 100, 0.9, False], "epsilon": EPSILON},
 }
+BOTH = {"lr": LR, "weight_decay": DECAY}
+SCHEDULED = {name.lower(): {"class": name} | BOTH | more for name, more in DECAYING.items()}
 USUAL = {"class": "Adam", "lr": 0.1, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8}
 DAMPED = {"class": "SGD", "lr": 0.05, "momentum": 0.9, "dampening": 0.3}
 DRAWN = {f"drawn {n}": singa.draw_optimizer(random.Random(n)) for n in range(16)}
@@ -170,9 +169,8 @@ def test_a_schedule_may_start_at_zero(name):
 @pytest.mark.parametrize("name, dtype", [*zip(SCHEDULED, ["float16", "bfloat16"] * 2, strict=True)])
 def test_half_params_and_schedules_go_together_behind_a_gate(name, dtype):
     """The moments are in f32, also where a number of a schedule is."""
-    tx = CASES[name][1]
     params, grads = cast((normal(0), normal(1, STEPS)), dtype)
-    gated = boostax.static_loss_scale(tx, 1.0)
+    gated = boostax.static_loss_scale(CASES[name][1], 1.0)
     history, _, state = optax_run(gated, params, gated.init(params), grads)
     assert all(x.dtype == dtype for x in jax.tree.leaves(history))
     assert not any(x.dtype == dtype for x in jax.tree.leaves(state))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from lanes import lanes
 from memory import compiled_step
 from reducing import mesh_of
+from training import walk
 
 import boostax
 from boostax.subspace.basis import Basis, lift, pca_basis, project
@@ -270,15 +271,7 @@ def test_sharded_leaves_stay_where_they_are(kind):
 def test_ring_holds_the_last_snapshots_oldest_first(steps):
     tx = optax.chain(optax.sgd(1.0), record_trajectory(3, every=2, start=3))
     w = {"w": jnp.zeros(2)}
-    state = tx.init(w)
-
-    @jax.jit
-    def step(w, state):
-        updates, state = tx.update({"w": -jnp.ones(2)}, state, w)
-        return optax.apply_updates(w, updates), state
-
-    for _ in range(steps):
-        w, state = step(w, state)
+    _, state = [(w, tx.init(w)), *walk(tx, w, [{"w": -jnp.ones(2)}] * steps)][-1]
     # Call t is given params of t; the calls 3, 5, 7, ... are recorded.
     due = list(range(3, steps, 2))
     snapshots, count = trajectory(state)

@@ -217,8 +217,7 @@ def test_traced_once_and_no_copy_of_the_basis():
     once = traces
     other = boostax.subspace.replace_basis(state.opt_state, basis_of(20, LARGE))
     state = state._replace(opt_state=other)
-    for _ in range(3):
-        state, _ = step(state, batch)
+    state, _ = follow(step, state, [batch] * 3)
     assert traces == once
     memory = step.lower(state, batch).compile().memory_analysis()
     # Two lifts, the moved params and the residual's gradient; the basis is twenty.
@@ -234,8 +233,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(scaled):
     step = boostax.make_train_step(loss, tx)
     state, data = step.init(start()), batches(4)
     inner = lambda s: s.opt_state.inner_state if scaled else s.opt_state  # noqa: E731
-    for batch in data[:3]:
-        state, metrics = step(state, (*batch, jnp.float32(0)))
+    state, _ = follow(step, state, [(*batch, jnp.float32(0)) for batch in data[:3]])
     before = jax.tree.map(np.array, state)
     for wrong in (jnp.nan, jnp.inf):
         state, metrics = step(state, (*data[3], jnp.float32(wrong)))

@@ -181,9 +181,7 @@ def test_statistics_that_overflow_in_the_forward_pass_are_not_kept():
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("wrap", [lambda tx: tx, boostax.skip_bad_steps, optax.flatten])
-@pytest.mark.parametrize(
-    "name", ["adam", "sgd", "adafactor", "lion", "rmsprop", "adadelta", "muon"]
-)
+@pytest.mark.parametrize("name", "adam sgd adafactor lion rmsprop adadelta muon".split())
 def test_a_state_keeps_its_dtypes_with_params_in_bf16(name, wrap, microbatches):
     """Defect guarded against: micro-batches' f32 gradients made Adam's moments f32."""
     how = {"momentum": 0.9} if name == "sgd" else {}
@@ -243,10 +241,9 @@ LOGITS = jax.jit(lambda x: x @ VECTOR["w"])(ROWS)
 def test_logits_are_each_rows_own(mapped, microbatches):
     """Averaged over micro-batches and replicas, those of one row were mixed with another's."""
     mesh = mesh_of(data=2)
-    given = {"has_aux": True, "microbatches": microbatches}
-    axis = {"axis_name": "data"} if mapped else {}
-    axis |= {"mesh": mesh} if mapped == "mesh" else {}
-    oracle = boostax.value_and_grad(with_logits, **axis, **given)
+    how = {"axis_name": "data"} if mapped else {}
+    how |= {"mesh": mesh} if mapped == "mesh" else {}
+    oracle = boostax.value_and_grad(with_logits, has_aux=True, microbatches=microbatches, **how)
 
     def told(x):
         return oracle(VECTOR, (), x)[0][1]

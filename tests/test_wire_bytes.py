@@ -25,28 +25,15 @@ PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAP
 P = sum(4 * x.size for x in PARAMS.values())
 
 
-def ring(n):
-    """The share of an array that a device sends in an all-gather or a reduce-scatter."""
-    return (n - 1) / n
-
-
-def half(n):
-    return ring(n) * P
-
-
-def places(size):
-    """A value and a place, in so many bytes, of each element that is sent."""
-    return lambda n: (n - 1) * P / 4 / 100 * size
-
-
-def both(n):
-    """A reduce-scatter and an all-gather."""
-    return 2 * ring(n) * P
-
-
-def blocks(n):
-    """Codes of int8, and an f32 scale for each 256 of them."""
-    return ring(n) * P / 2 * (1 + 4 / 256)
+# The share of an array that a device sends in an all-gather or a reduce-scatter.
+ring = lambda n: (n - 1) / n  # noqa: E731
+half = lambda n: ring(n) * P  # noqa: E731
+# A reduce-scatter and an all-gather.
+both = lambda n: 2 * half(n)  # noqa: E731
+# Codes of int8, and an f32 scale for each 256 of them.
+blocks = lambda n: half(n) / 2 * (1 + 4 / 256)  # noqa: E731
+# A value and a place, in so many bytes, of each element that is sent.
+places = lambda size: lambda n: (n - 1) * P / 4 / 100 * size  # noqa: E731
 
 
 def chunks(n):

@@ -39,6 +39,7 @@ class Suite:
     origin: tuple[str, str] | None = None
 
 
+FLAX = ("https://github.com/google/flax", "v{}")
 SUITES = {
     "optax contrib": Suite("optax", ("contrib/_common_test.py",)),
     "optax sharding": Suite("optax", ("_src/sharding_test.py",)),
@@ -49,10 +50,7 @@ SUITES = {
     "optax masking": Suite("optax", ("transforms/_masking_test.py",)),
     "optax combining": Suite("optax", ("transforms/_combining_test.py",)),
     "flax nnx optimizer": Suite(
-        "flax",
-        ("tests/nnx/optimizer_test.py",),
-        ways=("scaler", "window", "nnx"),
-        origin=("https://github.com/google/flax", "v{}"),
+        "flax", ("tests/nnx/optimizer_test.py",), ("scaler", "window", "nnx"), origin=FLAX
     ),
 }
 
@@ -74,9 +72,7 @@ FINE = ("passed", "skipped")
 def source(suite: Suite, folders: dict[str, str]) -> pathlib.Path:
     """Where the files of a suite are."""
     if suite.origin is None:
-        spec = importlib.util.find_spec(suite.package)
-        assert spec is not None and spec.origin is not None
-        return pathlib.Path(spec.origin).parent
+        return pathlib.Path(importlib.util.find_spec(suite.package).origin).parent
     if suite.package in folders:
         return pathlib.Path(folders[suite.package])
     address, tag = suite.origin
@@ -103,11 +99,8 @@ def run(files: list[str], way: str) -> dict[str, str]:
         for case in ElementTree.parse(log).iter("testcase"):
             name = f"{case.get('classname')}.{case.get('name')}"
             outcomes[name] = "passed"
-            for child in case:
-                if child.tag in ("failure", "error"):
-                    outcomes[name] = child.text or child.tag
-                elif child.tag == "skipped":
-                    outcomes[name] = "skipped"
+            for child in (x for x in case if x.tag in ("failure", "error", "skipped")):
+                outcomes[name] = "skipped" if child.tag == "skipped" else child.text or child.tag
         return outcomes
 
 
@@ -140,19 +133,11 @@ def main() -> int:
             }
             open_ones = [test for test in mine if test not in named]
             ours += len(open_ones)
-            rows.append(
-                {
-                    "suite": name,
-                    "version": importlib.metadata.version(suite.package),
-                    "boostax": way,
-                    "tests": len(found),
-                    "passed": sum(outcome == "passed" for outcome in found.values()),
-                    "skipped by itself": sum(x == "skipped" for x in found.values()),
-                    "fails without boostax": len(theirs),
-                    "named": len(named),
-                    "ours": len(open_ones),
-                }
-            )
+            version, counts = importlib.metadata.version(suite.package), [*found.values()].count
+            row = {"suite": name, "version": version, "boostax": way, "tests": len(found)}
+            row |= {"passed": counts("passed"), "skipped by itself": counts("skipped")}
+            row |= {"fails without boostax": len(theirs)}
+            rows.append(row | {"named": len(named), "ours": len(open_ones)})
             print(rows[-1], flush=True)
             reasons = dict.fromkeys(theirs, "it fails without boostax too") | named
             reasons |= dict.fromkeys(open_ones, "a fault of boostax")

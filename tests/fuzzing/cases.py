@@ -17,11 +17,7 @@ MESHES = ("mesh", "zero", "fsdp", "hsdp")
 # Codecs of which it is checked that nothing is lost: what has moved and what waits are the sum.
 CONSERVING = ("int8", "threshold", "top_k_blocks")
 # What is given to an average, by its kind.
-AVERAGES: dict[str, dict[str, Any]] = {
-    "ema": {"decay": 0.8},
-    "window": {"start": 1},
-    "lawa": {"size": 2, "every": 2},
-}
+AVERAGES = {"ema": {"decay": 0.8}, "window": {"start": 1}, "lawa": {"size": 2, "every": 2}}
 # A gradient whose square overflows, and one that is only unusual.
 LARGE, SPIKE = 1e36, 300.0
 # The number of norms that the gate records.
@@ -134,16 +130,10 @@ class Case:
         """A program that runs it."""
         plain = vars(Case())
         given = [f"    {name}={x!r}," for name, x in vars(self).items() if x != plain[name]]
-        head = [
-            "# PYTHONPATH=.:tests python this.py",
-            *(f"# {line}" for line in found.splitlines()),
-            "from math import inf, nan\n",
-            "import jax\n",
-            'jax.config.update("jax_num_cpu_devices", 8)\n',
-            "from fuzzing.cases import Case",
-            "from fuzzing.compare import check\n",
-            "case = Case(",
-        ]
+        head = ["# PYTHONPATH=.:tests python this.py", *(f"# {x}" for x in found.splitlines())]
+        head += ["from math import inf, nan\n", "import jax\n"]
+        head += ['jax.config.update("jax_num_cpu_devices", 8)\n', "from fuzzing.cases import Case"]
+        head += ["from fuzzing.compare import check\n", "case = Case("]
         return "\n".join([*head, *given, ")", "check(case)", 'print("no difference")', ""])
 
 
@@ -213,9 +203,8 @@ def tidy(case: Case) -> Case:
     """The same without what has no meaning in it."""
     new: dict[str, Any] = {}
     single, placement = case.placement == "single", case.placement
-    if case.face == "train" and (placement == "pmap" or not case.loss):
-        new["face"] = "step"
-    if case.face == "nnx" and (not case.loss or placement not in ("single", *MESHES)):
+    places = {"train": ("single", "checked", "unchecked", *MESHES), "nnx": ("single", *MESHES)}
+    if case.face in places and not (case.loss and placement in places[case.face]):
         new["face"] = "step"
     if case.face == "nnx":
         # It is told the axis; the state of a module cannot be resharded in place; and a variable
@@ -282,12 +271,9 @@ def inputs(case: Case, call: int, replicas: int) -> tuple[dict[str, np.ndarray],
     """``(x, weights, number)`` of a call: leaves ``[replicas, microbatches, *shape]``."""
     rng = np.random.default_rng([case.seed, 1, call])
     count = case.microbatches if case.loss else 1
-    dtype = DTYPES[case.dtype]
+    draw = lambda shape: case.magnitude * rng.standard_normal((replicas, count, *shape))  # noqa: E731
     with np.errstate(over="ignore"):
-        x = {
-            name: np.asarray(case.magnitude * rng.standard_normal((replicas, count, *shape)), dtype)
-            for name, shape in case.shapes.items()
-        }
+        x = {n: np.asarray(draw(shape), DTYPES[case.dtype]) for n, shape in case.shapes.items()}
         for at, replica, value in case.bad:
             if at == call:
                 name = list(SHAPES)[at % len(SHAPES)]

@@ -29,9 +29,7 @@ def check(case: Case) -> str:
     params = first_params(case)
     ours, theirs = Library(case, params), Reference(case, params)
     for call in range(case.calls + 1):
-        for at, kind, argument in case.moves:
-            if at != call:
-                continue
+        for _, kind, argument in (x for x in case.moves if x[0] == call):
             if not _moved(ours, kind, argument):
                 return "refused"
             theirs.move(kind, argument)
@@ -98,9 +96,7 @@ def shrunk(case: Case, found: str) -> tuple[Case, str]:
     while again:
         again = False
         for simpler in map(tidy, _simpler(case)):
-            if simpler == case:
-                continue
-            new = failure(simpler)
+            new = failure(simpler) if simpler != case else None
             if new is not None and new.split(":")[0] == kind:
                 case, found, again = simpler, new, True
                 break

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from median_gate import median_gate
+from reducing import mesh_of
 
 import boostax
 import boostax.nnx
@@ -20,7 +20,7 @@ from fuzzing.cases import AVERAGES, GROUPS, MAPPED, MESHES, RING, TERMS, Case, c
 Tree = Any
 AXIS = "data"
 
-REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+REDUCTIONS: dict[str, Any] = {
     "mean": lambda axis: boostax.all_reduce(axis),
     "sum": lambda axis: boostax.all_reduce(axis, op="sum"),
     "bfloat16": lambda axis: boostax.all_reduce(axis, wire_dtype="bfloat16"),
@@ -39,16 +39,13 @@ def chain(case: Case) -> optax.GradientTransformationExtraArgs:
     single = case.placement == "single"
     axis = AXIS if case.told and not single else None
     parts = [] if single else [REDUCTIONS[case.reduction](axis)]
-    if case.clip is not None:
-        parts.append(optax.clip_by_global_norm(case.clip))
-    if case.decay == "coupled":
-        parts.append(optax.add_decayed_weights(0.1))
+    parts += [optax.clip_by_global_norm(case.clip)] if case.clip is not None else []
+    parts += [optax.add_decayed_weights(0.1)] if case.decay == "coupled" else []
     if case.optimizer == "adam":
         parts.append(optax.scale_by_adam(b1=0.9, b2=0.99, eps=1e-2))
     elif case.optimizer != "sgd":
         parts.append(optax.trace(0.9, nesterov=case.optimizer == "nesterov"))
-    if case.decay == "decoupled":
-        parts.append(optax.add_decayed_weights(0.1))
+    parts += [optax.add_decayed_weights(0.1)] if case.decay == "decoupled" else []
     tx = optax.chain(*parts, optax.scale_by_learning_rate(optax.linear_schedule(*case.rates, 10)))
     if case.stored:
         tx = boostax.precision.store(tx, least=1)
@@ -56,23 +53,20 @@ def chain(case: Case) -> optax.GradientTransformationExtraArgs:
         # The rule averages over the axis, so it cannot leave the axis to the step.
         tx = median_gate(tx, window=RING, axis_name=None if single else AXIS)
     kind, around = case.average or ("", -1)
-    average = lambda tx: boostax.model.average_params(tx, kind, **AVERAGES[kind])  # noqa: E731
     for place in reversed(range(len(case.gates) + 1)):
         if place < len(case.gates):
-            window = case.gates[place] == "window"
-            tx = _window(case, tx, axis) if window else _scaler(case, tx, axis)
+            tx = {"window": _window, "scale": _scaler}[case.gates[place]](case, tx, axis)
         if place == around:
-            tx = average(tx)
+            tx = boostax.model.average_params(tx, kind, **AVERAGES[kind])
     if case.frozen:
         tx = boostax.scheduled_freeze(tx, {n: GROUPS[n] for n in case.shapes}, case.frozen)
     return optax.chain(tx) if case.face == "chain" else optax.with_extra_args_support(tx)
 
 
 def _window(case: Case, tx: Any, axis: str | None) -> Any:
-    table = jnp.asarray(case.every)
-    every = case.every[-1]
-    if case.schedule:
-        every = lambda step: table[jnp.minimum(step, len(case.every) - 1)]  # noqa: E731
+    last = len(case.every) - 1
+    scheduled = lambda step: jnp.asarray(case.every)[jnp.minimum(step, last)]  # noqa: E731
+    every = scheduled if case.schedule else case.every[-1]
     normalize = ("p", "q") if case.terms else case.normalize
     sums = "sharded" if case.shards else "local"
     return boostax.accumulate(tx, every, normalize=normalize, sums=sums, axis_name=axis)
@@ -81,12 +75,9 @@ def _window(case: Case, tx: Any, axis: str | None) -> Any:
 def _scaler(case: Case, tx: Any, axis: str | None) -> Any:
     if not case.dynamic:
         return boostax.static_loss_scale(tx, case.scale, axis_name=axis)
-    interval, growth = case.growth
-    hysteresis, backoff, least = case.backoff
-    return boostax.dynamic_loss_scale(
-        tx, init_scale=case.scale, growth_factor=growth, backoff_factor=backoff,
-        growth_interval=interval, hysteresis=hysteresis, min_scale=least, axis_name=axis,
-    )  # fmt: skip
+    how: Any = dict(zip(("growth_interval", "growth_factor"), case.growth, strict=True))
+    how |= dict(zip(("hysteresis", "backoff_factor", "min_scale"), case.backoff, strict=True))
+    return boostax.dynamic_loss_scale(tx, init_scale=case.scale, axis_name=axis, **how)
 
 
 class _Net(nnx.Module):
@@ -111,26 +102,21 @@ class Library:
         self._put(params, boostax.states.stack_replicas(local, case.replicas))
 
     def _prepare(self, case: Case) -> None:
-        self.case, self.tx = case, chain(case)
-        self.oracle = self.mesh = self.loss = None
+        self.case = case
+        self.tx = self.placed = chain(case)
+        self.step = self.oracle = self.mesh = self.loss = None
         if case.placement in ("checked", "unchecked", *MESHES):
             sizes = {AXIS: case.replicas} | ({"other": 2} if case.placement == "hsdp" else {})
-            kinds = (AxisType.Auto,) * len(sizes)
-            self.mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+            self.mesh = mesh_of(**sizes)
         axis = None if case.placement == "single" else AXIS
+        how: Any = {"axis_name": axis, "microbatches": case.microbatches, "has_aux": True}
         if case.face == "train":
-            specs = self._specs() if case.placement in MESHES else None
-            self.train = boostax.make_train_step(
-                self._loss, self.tx, mesh=self.mesh, axis_name=axis, has_aux=True,
-                microbatches=case.microbatches, param_specs=specs,
-                shard_optimizer=case.placement == "zero",
-            )  # fmt: skip
+            how |= {"mesh": self.mesh, "shard_optimizer": case.placement == "zero"}
+            how["param_specs"] = self._specs() if case.placement in MESHES else None
+            self.train = boostax.make_train_step(self._loss, self.tx, **how)
         elif case.loss:
             mesh = self.mesh if case.placement in MESHES else None
-            self.oracle = boostax.value_and_grad(
-                self._loss, axis_name=axis, mesh=mesh, microbatches=case.microbatches, has_aux=True
-            )
-        self.step = None
+            self.oracle = boostax.value_and_grad(self._loss, mesh=mesh, **how)
 
     def _loss(self, params: Tree, batch: Tree, factor: Any = 1.0) -> tuple[Tree, boostax.Aux]:
         case, totals = self.case, [jnp.float32(0.0)] * 2
@@ -165,9 +151,8 @@ class Library:
             return
         zero = case.placement == "zero"
         if case.placement in MESHES:
-            specs = self._specs()
             place = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
-            params = jax.tree.map(place, params, specs)
+            params = jax.tree.map(place, params, self._specs())
             self.placed = boostax.on_mesh(self.tx, params, axis_name=AXIS, shard_optimizer=zero)
             where = jax.tree.map(lambda x: x.sharding, self.placed.init(params))
             state = jax.device_put(state, where)
@@ -217,15 +202,12 @@ class Library:
         elif (case.placement in MESHES and case.loss) or case.face in ("train", "nnx"):
             given = jax.tree.map(lambda v: v.reshape(v.shape[0] * v.shape[1], *v.shape[2:]), given)
         if case.face == "train":
-            self._trained(*self.train(self.state, given, **self._numbers(number)))
-            return
+            return self._trained(*self.train(self.state, given, **self._numbers(number)))
         if case.face == "nnx":
             self.step = self.step or nnx.jit(self._of_model)
             self.loss = self.step(self.model, self.optimizer, given, np.float32(number))
-            self._in_place()
-            return
-        if self.step is None:
-            self.step = self._compiled(self._one, given=1)
+            return self._in_place()
+        self.step = self.step or self._compiled(self._one, given=1)
         # A mapped function gets one for each replica.
         mapped = case.placement in MAPPED
         number = np.full(case.replicas, number, np.float32) if mapped else np.float32(number)
@@ -240,9 +222,7 @@ class Library:
 
     def _one(self, params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
         given, number = given
-        tx, weight = self.tx, given["w"]
-        if self.case.placement in MESHES:
-            tx = self.placed
+        tx, weight = self.placed, given["w"]
         if self.oracle is not None:
             (_, aux), grads = self.oracle(params, state, given, **self._numbers(number))
             weight = aux.weight
@@ -273,27 +253,19 @@ class Library:
             params, state = step(params, boostax.states.enter_replica(state), *rest)
             return params, boostax.states.leave_replica(state)
 
-        whole = PartitionSpec()
-        wraps = jax.shard_map(
-            mapped,
-            mesh=self.mesh,
-            in_specs=(whole, specs) + (PartitionSpec(AXIS),) * given,
-            out_specs=(whole, specs),
-            check_vma=case.placement == "checked",
-        )
-        return jax.jit(wraps, donate_argnums=(0, 1))
+        kept = PartitionSpec(), specs
+        how = {"in_specs": kept + (PartitionSpec(AXIS),) * given, "out_specs": kept}
+        how |= {"mesh": self.mesh, "check_vma": case.placement == "checked"}
+        return jax.jit(jax.shard_map(mapped, **how), donate_argnums=(0, 1))
 
     def move(self, kind: str, argument: int) -> None:
         """What happens between two calls."""
         if self.case.face == "nnx":
-            self._moved_in_place(kind)
-            return
+            return self._moved_in_place(kind)
         if kind == "flush" and self.case.face == "train":
-            self._trained(self.train.flush(self.state), {})
-            return
+            return self._trained(self.train.flush(self.state), {})
         if kind == "flush":
-            tx = self.placed if self.case.placement in MESHES else self.tx
-            close = self._compiled(lambda params, state: boostax.flush(tx, state, params))
+            close = self._compiled(lambda params, state: boostax.flush(self.placed, state, params))
             self.carry = close(*self.carry)
             return
         if kind == "nest":
@@ -313,18 +285,14 @@ class Library:
         self._put(params, state)
 
     def _moved_in_place(self, kind: str) -> None:
-        if kind == "flush":
-            self.optimizer.flush(self.model)
-        elif kind == "save":
+        if kind == "save":
             state = pickle.loads(pickle.dumps(jax.device_get(self.carry[1])))
-            fresh = boostax.nnx.Optimizer(
-                self.model, self.tx, wrt=nnx.Param, axis_name=self.optimizer.axis_name,
-                shard_optimizer=self.optimizer.shard_optimizer,
-            )  # fmt: skip
-            fresh.set_state(state)
-            self.optimizer = fresh
+            how = {x: getattr(self.optimizer, x) for x in ("axis_name", "shard_optimizer")}
+            self.optimizer = boostax.nnx.Optimizer(self.model, self.tx, wrt=nnx.Param, **how)
+            self.optimizer.set_state(state)
         else:
             self.optimizer.flush(self.model)
+        if kind == "nest":
             self._prepare(dataclasses.replace(self.case, gates=self.case.gates[::-1]))
             self.optimizer.migrate(self.model, self.tx)
         self._in_place()
@@ -335,9 +303,9 @@ class Library:
         params, state = self._taken()
         waits = {n: 0.0 for n in params}
         if self.case.conserving:
-            found = jax.tree.leaves(state, is_leaf=_compressed)
-            (own,) = [x.residual.local for x in found if _compressed(x)]
-            waits = {n: 0.0 if e is None else np.float64(e).mean(0) for n, e in own.items()}
+            (found,) = boostax._core.trees.find(state, boostax.states.CompressedState)
+            own = found.residual.local.items()
+            waits = {n: 0.0 if e is None else np.float64(e).mean(0) for n, e in own}
         # At the rate of all of them.
         return {n: np.float64(p) - 0.1 * waits[n] for n, p in params.items()}
 
@@ -358,7 +326,3 @@ class Library:
 
 def _own(node: Any) -> bool:
     return isinstance(node, boostax.PerReplica)
-
-
-def _compressed(node: Any) -> bool:
-    return isinstance(node, boostax.states.CompressedState)

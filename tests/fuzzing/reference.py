@@ -55,13 +55,8 @@ class Reference:
             replicas = range(self.replicas)
             grads = [{n: self._rounded(v[r]) for n, v in wide.items()} for r in replicas]
             return grads, weights[:, :1]
-        grads = [
-            [
-                {name: self._slope(name, v[r, i].astype(np.float64)) for name, v in x.items()}
-                for i in range(case.microbatches)
-            ]
-            for r in range(self.replicas)
-        ]
+        slopes = lambda *at: {n: self._slope(n, v[at].astype(np.float64)) for n, v in x.items()}  # noqa: E731
+        grads = [[slopes(r, i) for i in range(case.microbatches)] for r in range(self.replicas)]
         if not (case.weighted or case.terms):
             return [_mean(of_one, np.ones(len(of_one))) for of_one in grads], None
         # Weighted by tokens within a replica, and over replicas so that their mean is that of all.
