@@ -5,10 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 import boostax
-from boostax.testing import drawn
 from boostax.testing._mapped import MODES, on_replicas
 
 W = jnp.ones(3)
@@ -37,14 +35,14 @@ def mapped(mode, fn):
 
 def update(tx, name):
     state = tx.init(W)
-    return lambda g: drawn(tx).update(g, state, W, **weighted(name))[0]
+    return lambda g: boostax.testing.drawn(tx).update(g, state, W, **weighted(name))[0]
 
 
 def trained(mode, mesh, tx, name):
     """One call on each replica, with a state that is equal on all; JAX checks that it stays so."""
     if mode != "checked" or name not in ("window", "weighted"):
         return mapped(mode, update(tx, name))
-    specs = {"in_specs": (PartitionSpec("data"), PartitionSpec()), "out_specs": PartitionSpec()}
+    specs = {"in_specs": (jax.P("data"), jax.P()), "out_specs": jax.P()}
     run = lambda g, state: tx.update(g[0], state, W, **weighted(name))[1]  # noqa: E731
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(jnp.ones((8, 3)), tx.init(W))
 
@@ -54,12 +52,11 @@ def trained(mode, mesh, tx, name):
 @pytest.mark.parametrize("name", GATES)
 def test_a_gate_without_the_axis_of_what_it_holds_is_refused(mesh, name, inside, mode):
     """A scaler hung at the first overflow on one replica; a window was each replica's own."""
-    tx = GATES[name](optax.chain(INSIDE[inside], SGD))
     said = ": axis_name must be all axes over which the parts inside communicate, got None"
     if mode == "checked":
         said = "replicat" if name in ("window", "weighted") else "the decision .* got \\['data'\\]"
     with pytest.raises(ValueError, match=said):
-        trained(mode, mesh, tx, name)
+        trained(mode, mesh, GATES[name](optax.chain(INSIDE[inside], SGD)), name)
     right = GATES[name](optax.chain(INSIDE[inside], SGD), axis_name="data")
     assert np.isfinite(mapped(mode, update(right, name))).all()
 
@@ -79,6 +76,5 @@ def test_a_gate_needs_no_axis_where_nothing_is_sent():
 @pytest.mark.parametrize("name", GATES)
 def test_a_gate_of_local_gradients_that_nobody_reduces_is_refused(name, mode):
     """Its axis says that gradients are local; each replica trained by its own."""
-    tx = GATES[name](SGD, axis_name="data")
     with pytest.raises(ValueError, match="must be left out if no part inside reduces"):
-        mapped(mode, update(tx, name))
+        mapped(mode, update(GATES[name](SGD, axis_name="data"), name))
