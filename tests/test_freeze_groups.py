@@ -433,10 +433,7 @@ REFUSED = [
     (lambda: given_as([0, 2], PAIR), r"groups must be .+, got \[0, 2\]\. No leaf is in group 1\."),
     (lambda: given_as(4, ZMA), r"groups must be .+, got \[4\]\. .+ boostax\.freeze\.prefix_groups"),
     (lambda: given_as([[], "a"], ZMA), r"groups must .+, got \[1, 2\]\. No leaf is in group 0\."),
-    (
-        lambda: given_as({"a": {"kernel": 0}}, ZMA),
-        r"groups must be a tree or prefix of .+ pytree",
-    ),
+    (lambda: given_as({"a": {"kernel": 0}}, ZMA), r"groups must be a tree or prefix of .+ pytree"),
     (lambda: given_as({"a": 0}, ZMA), r"groups must be .+, got \{'a': 0\}\. No name matches 'm/b"),
     (lambda: given_as([0, 1, 1], PAIR), r"groups must be a tree .+, got \[0, 1, 1\]\. "),
     (lambda: given_as(None, ZMA), r"groups must be a tree .+, got None\. "),

@@ -17,11 +17,8 @@ MESHES = ("mesh", "zero", "fsdp", "hsdp")
 # Codecs of which it is checked that nothing is lost: what has moved and what waits are the sum.
 CONSERVING = ("int8", "threshold", "top_k_blocks")
 # What is given to an average, by its kind.
-AVERAGES: dict[str, dict[str, Any]] = {
-    "ema": {"decay": 0.8},
-    "window": {"start": 1},
-    "lawa": {"size": 2, "every": 2},
-}
+AVERAGES: dict[str, dict[str, Any]] = {"ema": {"decay": 0.8}, "window": {"start": 1}}
+AVERAGES["lawa"] = {"size": 2, "every": 2}
 # A gradient whose square overflows, and one that is only unusual.
 LARGE, SPIKE = 1e36, 300.0
 # The number of norms that the gate records.
@@ -132,8 +129,7 @@ class Case:
 
     def script(self, found: str) -> str:
         """A program that runs it."""
-        plain = vars(Case())
-        given = [f"    {name}={x!r}," for name, x in vars(self).items() if x != plain[name]]
+        given = [f"    {name}={x!r}," for name, x in vars(self).items() if x != vars(Case())[name]]
         head = [
             "# PYTHONPATH=.:tests python this.py",
             *(f"# {line}" for line in found.splitlines()),

@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from median_gate import median_gate
 
 import boostax
-import boostax.nnx
 from fuzzing.cases import AVERAGES, GROUPS, MAPPED, MESHES, RING, TERMS, Case, counts
 
 Tree = Any
@@ -27,9 +26,7 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "top_k": lambda axis: boostax.top_k_reduce(axis, 0.25),
     "int8": lambda axis: boostax.int8_reduce(axis, rounding="stochastic"),
     # Leaves of 24, 8 and 1: a step is sparse or dense as it comes.
-    "threshold": lambda axis: boostax.reduce.threshold_reduce(
-        axis, 1.5, capacity=0.25, relative=True
-    ),
+    "threshold": lambda x: boostax.reduce.threshold_reduce(x, 1.5, capacity=0.25, relative=True),
     "top_k_blocks": lambda axis: boostax.top_k_reduce(axis, {0: 0.5, 2: 0.25}, block=8),
 }
 
@@ -56,13 +53,12 @@ def chain(case: Case) -> optax.GradientTransformationExtraArgs:
         # The rule averages over the axis, so it cannot leave the axis to the step.
         tx = median_gate(tx, window=RING, axis_name=None if single else AXIS)
     kind, around = case.average or ("", -1)
-    average = lambda tx: boostax.model.average_params(tx, kind, **AVERAGES[kind])  # noqa: E731
     for place in reversed(range(len(case.gates) + 1)):
         if place < len(case.gates):
             window = case.gates[place] == "window"
             tx = _window(case, tx, axis) if window else _scaler(case, tx, axis)
         if place == around:
-            tx = average(tx)
+            tx = boostax.model.average_params(tx, kind, **AVERAGES[kind])
     if case.frozen:
         tx = boostax.scheduled_freeze(tx, {n: GROUPS[n] for n in case.shapes}, case.frozen)
     return optax.chain(tx) if case.face == "chain" else optax.with_extra_args_support(tx)
@@ -165,9 +161,8 @@ class Library:
             return
         zero = case.placement == "zero"
         if case.placement in MESHES:
-            specs = self._specs()
             place = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
-            params = jax.tree.map(place, params, specs)
+            params = jax.tree.map(place, params, self._specs())
             self.placed = boostax.on_mesh(self.tx, params, axis_name=AXIS, shard_optimizer=zero)
             where = jax.tree.map(lambda x: x.sharding, self.placed.init(params))
             state = jax.device_put(state, where)
@@ -224,8 +219,7 @@ class Library:
             self.loss = self.step(self.model, self.optimizer, given, np.float32(number))
             self._in_place()
             return
-        if self.step is None:
-            self.step = self._compiled(self._one, given=1)
+        self.step = self.step or self._compiled(self._one, given=1)
         # A mapped function gets one for each replica.
         mapped = case.placement in MAPPED
         number = np.full(case.replicas, number, np.float32) if mapped else np.float32(number)
@@ -240,14 +234,12 @@ class Library:
 
     def _one(self, params: Tree, state: Tree, given: Tree) -> tuple[Tree, Tree]:
         given, number = given
-        tx, weight = self.tx, given["w"]
-        if self.case.placement in MESHES:
-            tx = self.placed
+        tx = self.placed if self.case.placement in MESHES else self.tx
         if self.oracle is not None:
             (_, aux), grads = self.oracle(params, state, given, **self._numbers(number))
             weight = aux.weight
         else:
-            grads = given["x"]
+            grads, weight = given["x"], given["w"]
             if self.case.placement in MESHES:
                 # Windows of global arrays have one weight for all replicas.
                 grads, weight = boostax.PerReplica(grads), weight[0]
@@ -316,12 +308,11 @@ class Library:
         if kind == "flush":
             self.optimizer.flush(self.model)
         elif kind == "save":
-            state = pickle.loads(pickle.dumps(jax.device_get(self.carry[1])))
             fresh = boostax.nnx.Optimizer(
                 self.model, self.tx, wrt=nnx.Param, axis_name=self.optimizer.axis_name,
                 shard_optimizer=self.optimizer.shard_optimizer,
             )  # fmt: skip
-            fresh.set_state(state)
+            fresh.set_state(pickle.loads(pickle.dumps(jax.device_get(self.carry[1]))))
             self.optimizer = fresh
         else:
             self.optimizer.flush(self.model)

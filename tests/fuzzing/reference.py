@@ -94,8 +94,7 @@ class Reference:
         with np.errstate(all="ignore"):
             self.loss = self._loss(x, weights)
             grads, own = self.received(x, weights)
-            depth = self.depth()
-            active = [n for n in self.params if GROUPS[n] >= depth]
+            active = [n for n in self.params if GROUPS[n] >= self.depth()]
             self._enter(self.gates, [{n: g[n] for n in active} for g in grads], own)
 
     def _loss(self, x: Tree, weights: np.ndarray) -> float:
