@@ -223,13 +223,11 @@ def test_the_order_within_a_level_does_not_matter(seed, swaps):
     assert abs(combine(rows[[0, 2, 1, 3, 4, 6, 5, 7]]) - combine(rows)).max() > 1e-4
 
 
+SPREADS = st.sampled_from([0, 1, 10, 50])
+
+
 @draws(80)
-@given(
-    seed=seeds,
-    replicas=st.integers(2, 9),
-    base=st.floats(-30, 20),
-    spread=st.sampled_from([0, 1, 10, 50]),
-)
+@given(seed=seeds, replicas=st.integers(2, 9), base=st.floats(-30, 20), spread=SPREADS)
 def test_magnitudes_from_1e_minus_30_to_1e20(seed, replicas, base, spread):
     """Where the squares leave the range of f32, and one replica's gradients that of another."""
     rng = np.random.default_rng(seed)

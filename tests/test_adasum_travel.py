@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 import reference
-from jax.sharding import PartitionSpec as P
 from reducing import at_once, mapped, mesh_of, sends, updating
 from reducing import correlated as gradients
 from reference import assert_adasum
@@ -61,7 +60,7 @@ def test_buckets_bound_what_is_sent_at_once():
 
 def test_averaging_inside_a_node_first_sends_a_part_across():
     """And is the mean inside, AdaSum across."""
-    mesh, specs = mesh_of(dcn=4, ici=2), P(("dcn", "ici"))
+    mesh, specs = mesh_of(dcn=4, ici=2), jax.P(("dcn", "ici"))
     nested = boostax.adasum("dcn", within="ici")
     plain = optax.chain(boostax.all_reduce("ici"), boostax.adasum("dcn"))
     across = {}
@@ -97,10 +96,10 @@ def test_leaves_sharded_over_another_axis_are_combined_whole(check):
     # Uneven shards: coefficients of their own would be far off.
     leaves[0][:, 3:] *= 10
     leaves[2][1::2, 2:] *= -5
-    specs = [P("data", "f"), P("data"), P("data", "f"), P("data")]
-    out_specs = [P("f"), P(), P("f"), P()]
+    specs = [jax.P("data", "f"), jax.P("data"), jax.P("data", "f"), jax.P("data")]
+    out_specs = [jax.P("f"), jax.P(), jax.P("f"), jax.P()]
     tx = boostax.adasum("data", shard_axes="f", leaf_metrics=True)
-    update = mapped(orthogonality_of(tx), mesh, specs, (out_specs, P()), check_vma=check)
+    update = mapped(orthogonality_of(tx), mesh, specs, (out_specs, jax.P()), check_vma=check)
     result, told = update(leaves)
     assert_adasum(result, leaves)
     shards = [reference.adasum(leaves[0][:, part]) for part in (slice(3), slice(3, 6))]

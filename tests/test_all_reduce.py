@@ -14,7 +14,6 @@ import reference
 from drawing import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 from reducing import correlated, mapped, mesh_of, reduced, sends, updating
 
 import boostax
@@ -43,11 +42,10 @@ def rounded(dtype, times, rows):
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 100}, {"bucket_bytes": 2**20}])
 def test_mean_and_sum_equal_those_of_jax(mesh, options, check):
     """With and without buckets; a bucket changes no sum."""
-    leaves = correlated(SHAPES)
     for op, own in (("mean", jax.lax.pmean), ("sum", jax.lax.psum)):
         update = updating(boostax.all_reduce("data", op=op, **options))
         both = lambda g, update=update, own=own: (update(g), own(g, "data"))  # noqa: E731
-        result, expected = mapped(both, mesh, check_vma=check)(leaves)
+        result, expected = mapped(both, mesh, check_vma=check)(correlated(SHAPES))
         for actual, peer in zip(result, expected, strict=True):
             np.testing.assert_array_equal(actual, peer)
 
@@ -57,7 +55,7 @@ def test_several_axes_are_reduced_together():
     for names in (("a", "b"), ("b", "a")):
         for options in ({}, {"wire_dtype": "bfloat16"}):
             update = updating(boostax.all_reduce(names, **options))
-            result = mapped(update, mesh, P(("a", "b")))(leaves)
+            result = mapped(update, mesh, jax.P(("a", "b")))(leaves)
             for actual, rows in zip(result, leaves, strict=True):
                 bound = rounded(options.get("wire_dtype", "float32"), 4, rows)
                 np.testing.assert_allclose(actual, reference.mean(rows), rtol=0, atol=bound)
@@ -114,7 +112,7 @@ def test_what_gloo_would_send_leaf_by_leaf_is_one_message(kind, monkeypatch):
     sizes = {"replica": 2, "data": 4} if kind == "HSDP" else {"data": 8}
     mesh = mesh_of(jax.sharding.AxisType.Auto, **sizes)
     params = {f"w{i}": jnp.full((16, 16), 0.1 * i) for i in range(4)}
-    specs = jax.tree.map(lambda _: P(None, "data") if "S" in kind else P(), params)
+    specs = jax.tree.map(lambda _: jax.P(None, "data") if "S" in kind else jax.P(), params)
     loss = lambda params, x: sum(jnp.mean((x @ w) ** 2) for w in params.values())  # noqa: E731
     tx = optax.chain(boostax.all_reduce(), optax.sgd(0.1))
 
@@ -138,14 +136,12 @@ def test_what_gloo_would_send_leaf_by_leaf_is_one_message(kind, monkeypatch):
     np.testing.assert_array_equal(reduce(np.ones((8, 2), np.float32)), np.ones(2))
 
 
+SPREADS = st.sampled_from([0, 1, 10, 60])
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @draws(60)
-@given(
-    seed=seeds,
-    replicas=st.sampled_from([2, 3, 8]),
-    base=st.floats(-30, 30),
-    spread=st.sampled_from([0, 1, 10, 60]),
-)
+@given(seed=seeds, replicas=st.sampled_from([2, 3, 8]), base=st.floats(-30, 30), spread=SPREADS)
 def test_a_half_wire_rounds_twice_at_any_magnitude(dtype, seed, replicas, base, spread):
     """On the way there and on the way back, whatever the range of the wire's dtype."""
     offsets = np.random.default_rng(seed).uniform(-spread, spread, (replicas, 1))
@@ -203,7 +199,6 @@ def followed(fn):
     ways, begun = [], {}
 
     def watch(frame, event, arg):
-        del arg
         code, path = frame.f_code, pathlib.Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(PACKAGE) and code.co_name[0] != "<":
             generator = code.co_flags & inspect.CO_GENERATOR
@@ -237,7 +232,7 @@ def test_the_way_of_a_gradient_is_short(how, monkeypatch):
     grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}
     run = jax.vmap(update, axis_name="data")
     if how == "shard_map":
-        run = jax.shard_map(update, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P())
+        run = jax.shard_map(update, mesh=mesh_of(data=2), in_specs=jax.P("data"), out_specs=jax.P())
     for _ in range(2):  # The first proves that types are read aright.
         jax.make_jaxpr(lambda grads, run=run: run(grads))(grads)
     require_short(ways, 12, 4)

@@ -1,6 +1,5 @@
 """One rule for the names and the order of arguments; calls of the old form show the new call."""
 
-import functools
 import inspect
 import re
 
@@ -60,7 +59,7 @@ def test_a_call_of_the_old_form_is_answered_with_one_that_runs(old):
 
 
 def test_without_an_axis_name_the_axis_of_the_step_is_taken():
-    specs = functools.partial(states.state_specs, boostax.accumulate(SGD, 2), W)
+    specs = lambda **axis: states.state_specs(boostax.accumulate(SGD, 2), W, **axis)  # noqa: E731
     with boostax._core.axes.binding(("data",)):
         assert specs() == specs(axis_name="data")
     for call in ("state_specs(tx, params)", "local_params(params)", "all_reduce().init(params)"):

@@ -137,8 +137,7 @@ def test_shapes_arrays_lowered_and_compiled_say_the_same(mesh):
 
 
 def test_small_temporaries_alone_are_in_vector_memory():
-    small = boostax.audit(jnp.sin, jnp.ones(3))
-    small = dataclasses.replace(small, cycles=hlo.Ways(1, 1, 1))
+    small = dataclasses.replace(boostax.audit(jnp.sin, jnp.ones(3)), cycles=hlo.Ways(1, 1, 1))
     large = dataclasses.replace(small, temporary_bytes=2**30)
     assert "a TPU's vector memory" in str(small) and "a TPU's vector memory" not in str(large)
 

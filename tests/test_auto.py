@@ -24,14 +24,10 @@ LAYERS = ("layer_0", "layer_1", "layer_2")
 
 
 def mlp():
-    rng = np.random.default_rng(0)
-    return {
-        name: {
-            "kernel": jnp.asarray(rng.normal(size=shape, scale=0.5), jnp.float32),
-            "bias": jnp.zeros(shape[1]),
-        }
-        for name, shape in zip(LAYERS, itertools.pairwise((4, 4, 4, 2)), strict=True)
-    }
+    rng, shapes = np.random.default_rng(0), itertools.pairwise((4, 4, 4, 2))
+    kernels = [jnp.asarray(rng.normal(size=x, scale=0.5), jnp.float32) for x in shapes]
+    layers = [{"kernel": kernel, "bias": jnp.zeros(kernel.shape[1])} for kernel in kernels]
+    return dict(zip(LAYERS, layers, strict=True))
 
 
 def loss_fn(params, batch):
@@ -371,16 +367,12 @@ def by_hand(axis):
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_run_from_a_configuration_is_that_of_a_chain_by_hand_bit_for_bit(mesh, devices):
-    mesh = mesh if devices == 8 else None
-    axis = "data" if devices == 8 else None
+    mesh, axis = (mesh, "data") if devices == 8 else (None, None)
     config = {
         "policy": {"spec": "O2", "dtype": "bfloat16"},
-        "loss_scale": {"init_scale": 2.0**10},
-        "accumulate": 2,
         "freeze": {"groups": 2, "total_steps": 8, "frozen_fraction": 0.5},
+        **{"loss_scale": {"init_scale": 2.0**10}, "accumulate": 2, "centralize": True, "clip": 0.5},
         "reduce": "mean" if axis is None else "adasum",
-        "centralize": True,
-        "clip": 0.5,
     }
     place, policy = {"mesh": mesh, "axis_name": axis}, boostax.policy("O2", dtype="bfloat16")
     steps = (
@@ -516,8 +508,7 @@ MANAGED = (
 @pytest.mark.parametrize(("data", "manager", "notes"), MANAGED)
 def test_a_manager_stands_in_the_dictionary(data, manager, notes):
     boost = auto(data | {"loss_scale_manager": manager}, level="O1")
-    assert len(boost.notes) == len(notes)
-    assert all(map(str.startswith, boost.notes, notes))
+    assert len(boost.notes) == len(notes) and all(map(str.startswith, boost.notes, notes))
     assert boost.config.get("loss_scale") == manager
     assert auto(json.loads(json.dumps(boost.config))).config == boost.config
     boost.optimizer(INNER, mlp()).init(mlp())
@@ -608,15 +599,13 @@ def test_what_mindspores_dictionary_has_no_word_for_stands_beside_it():
 
 def test_one_file_is_a_job():
     """MindSpore's dictionary beside its loss-scale manager and a precision, and its level."""
-    off = {"less_bn": False, "grad_freeze": False}
+    off, half = {"less_bn": False, "grad_freeze": False}, {"kind": "mean", "wire_dtype": "float16"}
     job = {
-        **{"level": "O1", "strict": False, "policy": "O2"},
+        **{"level": "O1", "strict": False, "policy": "O2", "reduce": half},
         "boost": {"mode": "manual", **off, "grad_accumulation": True},
         "grad_accumulation": {"grad_accumulation_step": 2},
         "loss_scale": {"kind": "dynamic", "init_scale": 65536.0},
-        "reduce": {"kind": "mean", "wire_dtype": "float16"},
     }
-    half = {"kind": "mean", "wire_dtype": "float16"}
     boost = auto(job)
     kept = {"accumulate": {"every": 2}, "policy": {"spec": "O2"}, "reduce": half}
     assert boost.config == kept | {"loss_scale": job["loss_scale"]}

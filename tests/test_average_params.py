@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from memory import temporary_bytes
 from reducing import mesh_of
 from training import walk
@@ -104,8 +103,7 @@ def test_a_held_call_leaves_the_average_bit_for_bit(form, kind):
 
 def kept(state):
     """The state of the average, without what is inside."""
-    found = boostax._core.trees.find(state, STATE)[0]
-    return found._replace(inner_state=())
+    return trees.find(state, STATE)[0]._replace(inner_state=())
 
 
 STATE = boostax.states.AverageParamsState
@@ -171,10 +169,10 @@ def test_it_is_sharded_as_the_params_are(kind):
     mesh = mesh_of(fsdp=4)
     tx = average_params(optax.adam(0.1), kind, **KINDS[kind])
     params = {"w": jnp.ones((8, 4)), "b": jnp.ones(3)}
-    specs = {"w": P("fsdp"), "b": P()}
+    specs = {"w": jax.P("fsdp"), "b": jax.P()}
     found = boostax.states.state_specs(tx, params, param_specs=specs, axis_name="data").averages
-    expected = P(None, "fsdp") if kind == "lawa" else P("fsdp")
-    assert found == {"w": expected, "b": P()}
+    expected = jax.P(None, "fsdp") if kind == "lawa" else jax.P("fsdp")
+    assert found == {"w": expected, "b": jax.P()}
     placed = jax.device_put(params, {k: jax.NamedSharding(mesh, s) for k, s in specs.items()})
     assert tx.init(placed).averages["w"].sharding.spec == expected
 

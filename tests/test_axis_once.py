@@ -179,8 +179,7 @@ def test_a_chain_that_a_step_will_bind_is_migrated_explained_and_pickled(mesh):
     moved, report = boostax.migrate_state(state.opt_state, short, state.params)
     assert str(report).count("nothing") == 1 and isinstance(moved.window, boostax.PerReplica)
     found = boostax.explain(step, state, BATCH)
-    assert not found.findings and found.parts
-    assert not boostax.explain(short, PARAMS).findings
+    assert found.parts and not (found.findings or boostax.explain(short, PARAMS).findings)
     inside = CHAINS["told inside"]
     again = cloudpickle.loads(cloudpickle.dumps(inside(None)))
     require_same(lambda axis: inside(axis) if axis else again, mesh)

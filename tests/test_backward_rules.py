@@ -16,7 +16,6 @@ from reducing import mesh_of
 from test_losses import BATCH, HEADS, PLAIN
 
 import boostax
-import boostax.nnx
 from boostax._core import degrees
 from boostax.train import backward_rules
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from lanes import spread
 from reducing import mesh_of
 from training import fit
@@ -71,7 +70,7 @@ def test_histories_of_micro_batches_and_replicas_are_of_one_batch(microbatches, 
     axis = "data" if replicas > 1 else None
     where = {"mesh": mesh_of(data=replicas), "axis_name": axis} if axis else {}
     if "param_specs" in options:
-        spec = lambda path, x: P("data") if x.ndim == 2 else P()  # noqa: E731
+        spec = lambda path, x: jax.P("data") if x.ndim == 2 else jax.P()  # noqa: E731
         options = {"param_specs": jax.tree_util.tree_map_with_path(spec, START)}
     inner = chain(axis, optax.adamw(1e-2, weight_decay=0.1))
     inner = boostax.dynamic_loss_scale(inner, init_scale=1.0, axis_name=axis)
@@ -122,9 +121,12 @@ PLAIN = {
 DATA = np.random.default_rng(1).normal(size=(9, 8, 2)).astype(np.float32)
 
 
+def carried_of(params):
+    return params["carried"]["amax"], params["carried"]["count"], params["router"]["bias"]
+
+
 def watched(params, x):
-    kept = params["carried"]
-    x = seen(x, kept["amax"], kept["count"], params["router"]["bias"])
+    x = seen(x, *carried_of(params))
     return jnp.mean((x @ params["w"] - 1) ** 2)
 
 
@@ -135,8 +137,7 @@ def expected(calls):
 
 
 def of(params):
-    kept = params["carried"]
-    return tuple(float(x) for x in (kept["amax"], kept["count"], params["router"]["bias"]))
+    return tuple(map(float, carried_of(params)))
 
 
 def assert_of(params, numbers):
@@ -228,8 +229,7 @@ def test_a_value_that_is_not_finite_is_not_set_without_a_scaler():
 def test_a_batch_that_weighs_nothing_says_nothing():
     def weighed(params, batch):
         x, mask = batch
-        kept = params["carried"]
-        x = seen(x, kept["amax"], kept["count"], params["router"]["bias"])
+        x = seen(x, *carried_of(params))
         return ((x @ params["w"]) ** 2 * mask).sum() / mask.sum(), boostax.Aux(weight=mask.sum())
 
     mask = np.float32([1, 0] * 4)  # the second micro-batch has none
@@ -313,9 +313,8 @@ CLIP = boostax.model.clip_by_global_norm(1.0)
 
 @pytest.mark.parametrize("tx", [scaler(SGD, None), window(SGD, None), CLIP])
 def test_a_loop_that_forgot_carry_is_refused(tx):
-    grads = PLAIN_GRADS(START, BATCHES[0])
     with pytest.raises(ValueError, match=r"got the new value of a leaf at '_over.*boostax\.carry"):
-        boostax.apply_gradients(tx, grads, tx.init(START), START)
+        boostax.apply_gradients(tx, PLAIN_GRADS(START, BATCHES[0]), tx.init(START), START)
 
 
 def test_an_optimizer_that_takes_no_extra_argument_gets_none():

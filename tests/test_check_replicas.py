@@ -8,7 +8,6 @@ import optax
 import processes
 import pytest
 from check_replicas import PARAMS, batch_of, flipped, flipped_somewhere, loss_fn, optimizer
-from jax.sharding import PartitionSpec as P
 from training import follow, own_step
 
 import boostax
@@ -72,8 +71,7 @@ def test_a_clean_run_is_the_run_without_it(mesh):
 
 def test_every_is_the_number_of_calls_between_comparisons(mesh):
     step = boostax.make_train_step(loss_fn, optimizer(every=3), mesh=mesh)
-    state = step.init(PARAMS)
-    state, _ = step(state, batch_of(0))
+    state, _ = step(step.init(PARAMS), batch_of(0))
     state = state._replace(params=state.params | {"w": flipped(state.params["w"], 2, 9, 12)})
     _, told = follow(step, state, map(batch_of, range(1, 4)))
     assert [bool(metrics["applied"]) for metrics in told] == [True, True, False]
@@ -85,9 +83,9 @@ def test_every_is_the_number_of_calls_between_comparisons(mesh):
 
 
 PLACES = {
-    "HSDP": ((2, 4), ("replica", "fsdp"), P("fsdp")),
-    "FSDP": ((8,), ("fsdp",), P("fsdp")),
-    "tensor parallel": ((4, 2), ("data", "model"), P(None, "model")),
+    "HSDP": ((2, 4), ("replica", "fsdp"), jax.P("fsdp")),
+    "FSDP": ((8,), ("fsdp",), jax.P("fsdp")),
+    "tensor parallel": ((4, 2), ("data", "model"), jax.P(None, "model")),
 }
 
 
@@ -96,7 +94,7 @@ def test_a_shard_is_compared_with_its_copies(place):
     shape, names, spec = PLACES[place]
     mesh = jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))
     axis = names if "model" not in names else "data"
-    how = {"mesh": mesh, "axis_name": axis, "param_specs": {"w": spec, "h": P(), "v": P()}}
+    how = {"mesh": mesh, "axis_name": axis, "param_specs": {"w": spec, "h": jax.P(), "v": jax.P()}}
     step = boostax.make_train_step(loss_fn, optimizer(), **how)
     state, metrics = step(step.init(PARAMS), batch_of(0))
     assert metrics["applied"]
@@ -115,9 +113,9 @@ def test_a_shard_is_compared_with_its_copies(place):
 def test_in_a_mapped_function_of_ones_own(mesh, checks):
     tx = check_replicas(optax.chain(boostax.all_reduce("data"), optax.adam(1e-2)), axis_name="data")
     each = own_step(tx, boostax.value_and_grad(loss_fn, axis_name="data"))
-    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P("data")), "out_specs": jax.P()}
     step = jax.jit(jax.shard_map(each, mesh=mesh, check_vma=checks, **specs))
-    put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, P()))  # noqa: E731
+    put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))  # noqa: E731
     params, state, _ = step(put(PARAMS), put(tx.init(PARAMS)), batch_of(0))
     assert state.applied and state.compared == 8
     _, held, _ = step(params | {"w": flipped(params["w"], 7, 2, 3)}, state, batch_of(1))
@@ -133,7 +131,7 @@ def texts(monkeypatch):
 
 
 def test_a_loop_of_ones_own_passes_the_program_of_its_loss(mesh, texts):
-    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
     tx, grad_fn = boostax.on_mesh(optimizer(), params), boostax.value_and_grad(loss_fn, mesh=mesh)
 
     @jax.jit
@@ -178,7 +176,7 @@ def test_params_of_each_replica_are_not_compared(mesh):
 def test_a_check_that_compares_nothing_is_refused(mesh):
     """One line forgotten: in plain jit without ``on_mesh`` no replica is seen."""
     tx = check_replicas(optax.sgd(0.1))
-    put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, P()))  # noqa: E731
+    put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))  # noqa: E731
     step = jax.jit(lambda grads, state, params: boostax.apply_gradients(tx, grads, state, params))
     _, state = step(put(PARAMS), put(tx.init(PARAMS)), put(PARAMS))
     with pytest.raises(ValueError, match=r"compared only 1 of 8 devices\. Wrap the chain in"):
@@ -228,14 +226,14 @@ def test_two_processes_that_differ_end_with_a_table(tmp_path):
 
 def test_a_shard_has_copies_in_a_mapped_function_of_ones_own():
     mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
-    names, shard = ("replica", "fsdp"), jax.NamedSharding(mesh, P("fsdp"))
+    names, shard = ("replica", "fsdp"), jax.NamedSharding(mesh, jax.P("fsdp"))
     tx = check_replicas(optax.chain(boostax.all_reduce(names), optax.sgd(1.0)), axis_name=names)
 
     def each(x, state):
         grads = boostax.train.local_params(x, axis_name=names)
         return boostax.apply_gradients(tx, grads, state, x)[1]
 
-    how = {"in_specs": (P("fsdp"), P()), "out_specs": P(), "axis_names": {*names}}
+    how = {"in_specs": (jax.P("fsdp"), jax.P()), "out_specs": jax.P(), "axis_names": {*names}}
     x = jax.device_put(jnp.ones(8), shard)
     step = jax.jit(jax.shard_map(each, mesh=mesh, **how))
     assert step(x, tx.init(x)).applied

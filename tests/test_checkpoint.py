@@ -201,9 +201,8 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_files_are_reported_or_without_effect(copied, damage):
     expected, seen, words = bits(make_state(20)), 0, f"step 20 in {copied} is damaged"
-    step = copied / "20"
     with Checkpointer(copied) as checkpointer:
-        for file in filter(pathlib.Path.is_file, sorted(step.rglob("*"))):
+        for file in filter(pathlib.Path.is_file, sorted((copied / "20").rglob("*"))):
             data = file.read_bytes()
             damage(file, data)
             try:
@@ -240,8 +239,7 @@ def test_damage_is_named_and_the_rest_of_the_process_left_alone(copied, monkeypa
 
 
 def change(**changes):
-    state = make_state()
-    return state._replace(params={**state.params, **changes})
+    return make_state()._replace(params=make_state().params | changes)
 
 
 ADAM = make_state()._replace(opt_state=optax.adam(1.0).init({"half": jnp.zeros(5)}))

@@ -5,11 +5,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from memory import reduction_bytes, temporary_bytes
 
 import boostax
-from boostax.testing import drawn
 
 ADAM = optax.adam(1e-3)
 BIG = {f"layer{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(4)}
@@ -46,7 +44,7 @@ def test_pure_update_needs_one_copy(name):
     tx = CHAINS[name]
 
     def step(params, state, grads):
-        updates, state = drawn(tx).update(grads, state, params)
+        updates, state = boostax.testing.drawn(tx).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     program = jax.jit(step, donate_argnums=(0, 1)).lower(BIG, jax.eval_shape(tx.init, BIG), BIG)
@@ -64,7 +62,7 @@ def test_micro_batched_flops_are_the_ideal_share(mesh):
     whole = jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile()
     oracle = boostax.value_and_grad(loss, axis_name="data", microbatches=slices)
     local = lambda p, x: jax.tree.map(lambda x: x[None], oracle(p, (), x))  # noqa: E731
-    how = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P("data")}
+    how = {"mesh": mesh, "in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
     sliced = jax.jit(jax.shard_map(local, **how)).lower(params, batch).compile()
     # cost_analysis counts the body of the scan once.
     share = slices * sliced.cost_analysis()["flops"] / (whole.cost_analysis()["flops"] / 8)
@@ -79,7 +77,7 @@ def test_the_counter_sees_scans_branches_and_ring_factors(mesh):
         total, _ = jax.lax.scan(body, jnp.bfloat16(0), None, length=3)
         return jax.lax.cond(total > 0, lambda: jax.lax.pmax(x, "data"), lambda: jnp.zeros(4))
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
     first, second = costs.collectives(mapped, jnp.ones(32))
     assert (first.primitive, first.bytes, first.count, first.conditional) == ("psum", 8, 3, False)
     assert first.wire_bytes == 8 * 3 * 2 * 7 / 8

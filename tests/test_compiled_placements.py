@@ -65,8 +65,7 @@ def test_gradients_are_reduced_once_per_optimizer_step(placement, form, share, t
     gathered = over(found, "data", ("all-gather",))
     sent = found.wire_bytes.most / 4 / found.params
     print(f"N: {reduced:.3f} reduced (held {held:.3f}), {gathered:.3f} gathered; {sent:.2f} P sent")
-    assert held == 0
-    assert reduced <= 1.01
+    assert held == 0 and reduced <= 1.01
     # Weights that are sharded over the batch axis are gathered once per call; new params where the
     # optimizer's state is sharded, where they change.
     assert gathered <= (1.01 if share or "FSDP" in placement else 0)
@@ -121,8 +120,7 @@ def test_params_are_gathered_in_bf16_where_their_owner_keeps_the_rest(mesh, plac
     gathers = [x for x in found.collectives if x.does == "all-gather" and x.elements > 1000]
     sent = sum(x.elements * x.executions for x in gathers) / found.params
     print(f"{placement}: {sent:.3f} N gathered in { ({x.dtypes for x in gathers}) }")
-    assert gathers and all(x.dtypes == ("bf16",) for x in gathers)
-    assert sent <= 1.01
+    assert gathers and all(x.dtypes == ("bf16",) for x in gathers) and sent <= 1.01
 
 
 @targets
@@ -181,11 +179,8 @@ def test_shards_cross_the_slices_narrow(name):
     more = (found.temporary_bytes - plain.temporary_bytes) / (4 * plain.params / 16)
     gathered = [x for x in found.collectives if x.does == "all-gather" and x.branches]
     cycles = found.cycles.most / plain.cycles.most
-    print(
-        f"{name}: {crossing:.3f} of a mean's bytes, {cycles:.2f} of its cycles, {more:.2f} P more"
-    )
-    assert crossing <= BETWEEN_SLICES[name][1]
-    assert more <= 1.2
+    print(f"{name}: {crossing:.3f} of a mean's bytes, {cycles:.2f} of its cycles, {more:+.2f} P")
+    assert crossing <= BETWEEN_SLICES[name][1] and more <= 1.2
     # A scale of each row may be; a gradient is not.
     assert sum(x.elements for x in gathered if "fsdp" in x.axes) <= 0.01 * plain.params
     assert found.crossing_bytes.least <= 0.001 * plain.crossing_bytes.most

@@ -98,11 +98,10 @@ def test_a_window_that_may_be_dropped_writes_in_place(options, target):
     assert applied <= 3.1
 
 
+checked = boostax.precision.check_updates
 CHECKED = {
-    "alone": boostax.precision.check_updates,
-    "in both gates": lambda tx: boostax.dynamic_loss_scale(
-        boostax.accumulate(boostax.precision.check_updates(tx), WINDOW)
-    ),
+    "alone": checked,
+    "in both gates": lambda tx: boostax.dynamic_loss_scale(boostax.accumulate(checked(tx), WINDOW)),
 }
 
 
@@ -115,9 +114,7 @@ def test_a_checked_update_keeps_one_copy_until_it_is_known(name, target):
     applied = found.traffic.most / bare(target).traffic.most
     print(f"{name}: temporaries {temporaries:.3f} P, held {held:.3f} P, {applied:.2f} of Adam's")
     assert temporaries <= 3.1
-    assert name == "alone" or held <= 1.1
-    if name == "alone":
-        assert applied <= 2.6
+    assert applied <= 2.6 if name == "alone" else held <= 1.1
 
 
 @everywhere
@@ -308,12 +305,11 @@ def test_a_widened_sum_is_told(target):
     mapped = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
     x = jax.ShapeDtypeStruct((8 * 512, 512), jnp.float32, sharding=NamedSharding(mesh, P(AXIS)))
     found = boostax.audit(mapped, x, target=target)
-    expected = {
+    assert {c.dtypes: c.widened for c in found.collectives} == {
         CPU: {("f32",): True, ("s16",): False},
         V5E: {("bf16",): False, ("s16",): False},
         H100: {("bf16",): False, ("s32",): True},
-    }
-    assert {c.dtypes: c.widened for c in found.collectives} == expected[target]
+    }[target]
     assert any("widens" in str(waste) for waste in found.findings) == (target != V5E)
 
 
@@ -542,8 +538,7 @@ def test_the_recipe_of_32_micro_batches_reduces_once():
     config = recipes_cases.config_of("many_micro_batches")
     found = recipes_cases.stepped(config, V5E, cases.decoder(4, 256, 1024, 4, 64), rows=1)
     print(f"{config['microbatches']} micro-batches: {found.reductions:.3f} N reduced")
-    assert config["microbatches"] == 32
-    assert found.reductions == pytest.approx(1.0, abs=0.002)
+    assert config["microbatches"] == 32 and found.reductions == pytest.approx(1.0, abs=0.002)
     assert not any("reduce" in waste.what for waste in found.findings)
 
 
@@ -557,8 +552,7 @@ def test_the_recipe_of_muon_keeps_an_eighth_of_its_state():
     whole = sum(x.size * x.dtype.itemsize for x in state)
     kept = (found.argument_bytes - found.params_bytes - (4 * 65 * config["microbatches"])) / whole
     print(f"{kept:.4f} of the state; {found.reductions:.3f} N and {found.gathers:.3f} N sent")
-    assert kept <= 1.02 / 8
-    assert found.reductions <= 1.01 and found.gathers <= 1.01
+    assert kept <= 1.02 / 8 and found.reductions <= 1.01 and found.gathers <= 1.01
 
 
 # Layers that are scanned in the step.

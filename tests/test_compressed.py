@@ -14,14 +14,13 @@ from reducing import at_once, correlated, in_turn, repeated
 import boostax
 
 seeds = strategies.integers(0, 2**32 - 1)
+over = functools.partial(boostax.reduce.threshold_reduce, "data")
 SPARSE = {
     "top_k": lambda **o: boostax.top_k_reduce("data", 0.2, **o),
     "top_k_count": lambda **o: boostax.top_k_reduce("data", count=3, **o),
     "top_k_blocks": lambda **o: boostax.top_k_reduce("data", 0.2, block=7, **o),
-    "threshold": lambda **o: boostax.reduce.threshold_reduce("data", 0.8, capacity=0.3, **o),
-    "threshold_relative": lambda **o: boostax.reduce.threshold_reduce(
-        "data", 1.5, capacity=0.9, relative=True, **o
-    ),
+    "threshold": lambda **o: over(0.8, capacity=0.3, **o),
+    "threshold_relative": lambda **o: over(1.5, capacity=0.9, relative=True, **o),
 }
 ROUNDED = {
     "top_k_bf16": lambda **o: boostax.top_k_reduce("data", 0.2, wire_dtype="bfloat16", **o),
@@ -42,12 +41,9 @@ def normal(seed, replicas, magnitude=1.0):
 
 @functools.cache
 def compiled(name):
+    """The start and the update of all replicas."""
     tx = ALL[name]()
-
-    def start(grads):
-        return jax.vmap(tx.init, axis_name="data")(grads)
-
-    return jax.jit(start), jax.jit(jax.vmap(tx.update, axis_name="data"))
+    return tuple(jax.jit(jax.vmap(fn, axis_name="data")) for fn in (tx.init, tx.update))
 
 
 def stepped(name, *rounds):
@@ -197,8 +193,7 @@ def test_a_relative_threshold_is_in_units_of_the_leaf_not_of_its_padding():
     grads = jnp.array([[3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     # The root mean square is 1.34: 3 is 2.24 of them. With the padding it would be 2.83.
     for threshold, first in ((2.2, 3.0), (2.3, 0.0)):
-        how = {"relative": True, "capacity": 1.0, "block": 8}
-        tx = boostax.reduce.threshold_reduce("data", threshold, **how)
+        tx = over(threshold, relative=True, capacity=1.0, block=8)
         assert repeated(tx, grads)[0].tolist() == [[first, *[0.0] * 9]]
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import boostax
 
@@ -49,7 +48,7 @@ def of_readme(mesh):
     def loss_fn(params, batch):
         return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
 
-    whole, cut = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    whole, cut = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
     random = np.random.default_rng(0)
     shapes = {"up": (32, 128), "down": (128, 32)}
     params = {name: random.normal(size=shape) / shape[0] ** 0.5 for name, shape in shapes.items()}

@@ -36,15 +36,10 @@ def split(flat, name):
 
 
 def loss_of(name, x, y, c):
-    if name.startswith("quad"):
-
-        def loss(params):
+    def loss(params):
+        if name.startswith("quad"):
             w = jnp.concatenate([p.ravel() for p in params])
             return 0.5 * w @ x @ w - y @ w
-
-        return loss
-
-    def loss(params):
         first, bias, last, end = params
         return c * jnp.mean((jnp.tanh(x @ first + bias) @ last + end - y) ** 2)
 
@@ -114,9 +109,8 @@ def test_first_step_goes_to_the_mean_if_that_is_downhill():
     """Snapshots on a circle round the minimum: one step, where gradients alone take many."""
     angles = np.linspace(0.2, 5.0, 7)
     path = np.stack([np.cos(angles), 30 * np.sin(angles)], 1) + np.array([5.0, -40.0])
-    centre = path.mean(0)
     basis = boostax.subspace.pca_basis(jnp.asarray(path, jnp.float32), 2)
-    loss = lambda w: jnp.sum(((w - centre) * jnp.array([30.0, 1.0])) ** 2)  # noqa: E731
+    loss = lambda w: jnp.sum(((w - path.mean(0)) * jnp.array([30.0, 1.0])) ** 2)  # noqa: E731
     ends = {}
     for towards in (True, False):
         rule = dataclasses.replace(boostax.subspace.SubspaceRule(), towards_mean=towards)

@@ -30,7 +30,6 @@ MODULES = [name for _, name, _ in pkgutil.walk_packages(boostax.__path__, "boost
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```$", re.M)
 HELD = re.compile(r"# From benchmarks/results/(?P<record>\w+)\.json")
-LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
 
 def relative(path):
@@ -81,7 +80,7 @@ def test_relative_links_lead_somewhere(path):
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
         text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    for link in LINK.finditer(FENCE.sub("", text)):
+    for link in re.finditer(r"\]\((?P<target>[^)\s]+)\)", FENCE.sub("", text)):
         target, _, fragment = link["target"].partition("#")
         if re.match(r"[a-z]+:", target):
             continue
@@ -133,10 +132,8 @@ def test_figures_that_a_notebook_holds_are_those_of_the_record():
         sections = harness.sections_of(name["record"])
         for start, (columns, *rows) in given["record"].items():
             (title,) = (title for title in sections if title.startswith(start))
-            cells = [[row[c] for c in columns] for row in sections[title]]
-            known = [
-                tuple(round(x, 4) if isinstance(x, float) else x for x in row) for row in cells
-            ]
+            rounded = lambda x: round(x, 4) if isinstance(x, float) else x  # noqa: E731
+            known = [tuple(rounded(row[c]) for c in columns) for row in sections[title]]
             assert not [row for row in rows if row not in known], title
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from contract_cases import half
-from contract_cases import two as two_of
+from contract_cases import half, two
 from jax.sharding import PartitionSpec as P
 from recorded import plain
 
@@ -21,7 +20,6 @@ from boostax.model import layouts
 from boostax.precision.flax import apply_policy
 from boostax.precision.store import Moments
 from boostax.subspace.dim_reduce import RULES, RuleName
-from boostax.testing import drawn
 from boostax.train import local_params
 
 inf, nan = float("inf"), float("nan")
@@ -133,8 +131,8 @@ REFUSED = [
     (interval, {"seed": [-1, 2**32, True, 0.5, "0"]}),
     (of(boostax.freeze.prefix_groups, PARAMS, n=1), {"n": [0, True, 2.0], "level": [0]}),
     (of(record, size=3), {"size": [0, 1], "every": [0], "start": [-1, 0.5], "dtype": ["int8"]}),
-    (of(boostax.dim_reduce, two_of), {"rule": ["armijo"], "dtype": ["int8", "int4"]}),
-    (of(boostax.dim_reduce, two_of), {"residual": [3.0], "axis_name": AXES}),
+    (of(boostax.dim_reduce, two), {"rule": ["armijo"], "dtype": ["int8", "int4"]}),
+    (of(boostax.dim_reduce, two), {"residual": [3.0], "axis_name": AXES}),
     (of(subspace.random_basis, 1.0), {"n_components": [2]}),
     (of(model.average_params, SGD), {"kind": ["mean"], "decay": [1.0], "size": [3], "every": [0]}),
     (of(model.average_params, SGD), {"start": [-1], "dtype": ["bfloat16"]}),
@@ -214,7 +212,7 @@ MEANT = [
     (of(value_and_grad, policy=3), "policy: spec must be"),
     (of(make_train_step, policy=jnp.float16), "policy: spec must be"),
     (of(make_train_step, policy=["O1"]), "policy: spec must be"),
-    (of(boostax.dim_reduce, two_of, rule=BACK), r"dim_reduce: rule\.failure must be 'reset' or"),
+    (of(boostax.dim_reduce, two, rule=BACK), r"dim_reduce: rule\.failure must be 'reset' or"),
     (of(dynamic, min_scale=2.0**17), r"init_scale must be between .* got 65536\.0"),
     (of(dynamic, max_scale=8.0), r"init_scale must be between .* got 65536\.0"),
     (of(precision.loss_scale, TWO), r"loss_scale: opt_state must contain one .* got 2"),
@@ -233,8 +231,8 @@ MEANT = [
 
 def test_arguments_in_range_pass():
     """NumPy and JAX numbers are numbers; a range holds its closed ends."""
-    for two in (2, np.int64(2), np.uint8(2), jnp.int32(2)):
-        accumulate(two), microbatch(two), dynamic(growth_interval=two, hysteresis=two)
+    for count in (2, np.int64(2), np.uint8(2), jnp.int32(2)):
+        accumulate(count), microbatch(count), dynamic(growth_interval=count, hysteresis=count)
     for scale in (2, np.float32(2), jnp.float16(2), 2.0**-126, float(jnp.finfo(jnp.float32).max)):
         static(scale)
     dynamic(init_scale=2.0**-20, min_scale=2.0**-30, max_scale=1, growth_factor=1.001)
@@ -257,7 +255,7 @@ def test_hyperparameters_can_be_injected():
         tx = optax.inject_hyperparams(factory.func)(SGD, **{argument: 2})
         state = jax.jit(tx.init)(PARAMS)
         for _ in range(2):
-            updates, state = jax.jit(drawn(tx).update)(PARAMS, state, PARAMS)
+            updates, state = jax.jit(boostax.testing.drawn(tx).update)(PARAMS, state, PARAMS)
         assert float(updates["w"][0]) < 0, factory.func
 
 
@@ -312,9 +310,8 @@ def weighed(w, batch):
 
 def refuse(microbatches, batch, match):
     """Assert that no function of micro-batches splits this batch."""
-    split = boostax.train.microbatch(jax.value_and_grad(weighed), microbatches)
     with pytest.raises(ValueError, match=match):
-        split(jnp.ones(2), batch)
+        boostax.train.microbatch(jax.value_and_grad(weighed), microbatches)(jnp.ones(2), batch)
     with pytest.raises(ValueError, match=match):
         boostax.value_and_grad(weighed, microbatches=microbatches)(jnp.ones(2), (), batch)
 
@@ -352,9 +349,8 @@ def test_a_batch_that_does_not_divide(mesh, batch):
 def test_a_loss_that_is_no_floating_scalar(result, has_aux):
     if has_aux:
         result = result[0] if isinstance(result, tuple) else (result, {})
-    f = boostax.value_and_grad(lambda w, x: result, has_aux=has_aux)
     with pytest.raises(TypeError, match="value_and_grad: the result of loss_fn must be"):
-        f(jnp.ones(2), (), jnp.ones(2))
+        boostax.value_and_grad(lambda w, x: result, has_aux=has_aux)(jnp.ones(2), (), jnp.ones(2))
 
 
 # What is handed to a call at run time.

@@ -113,11 +113,10 @@ def test_adasum_is_that_of_the_leaves(case):
 def test_a_step_that_is_not_finite_leaves_the_residual():
     """Also what the second rounding would have added to a replica's slice."""
     tx, grads = REDUCTIONS["int8"]("data"), gradients(8)
-    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
     _, state = reduced("int8", 8)
     bad = {leaf: rows.copy() for leaf, rows in grads.items()}
     bad["small"][3, 0, 0] = np.nan
-    means, after = update(bad, state)
+    means, after = jax.jit(jax.vmap(tx.update, axis_name="data"))(bad, state)
     assert all(np.isnan(x).all() for x in jax.tree.leaves(means))
     chex.assert_trees_all_equal(after, state)
 

@@ -43,8 +43,7 @@ GOOD = [(ONE, {}), (2 * ONE, {})]
 @pytest.mark.parametrize(("normalize", "flush"), spread(["mean", "sum", "weight"], [False, True]))
 def test_a_window_whose_narrow_sum_overflows_is_dropped(normalize, flush):
     """Each gradient fits f16, their sum does not; neither Adam nor its decay may see it."""
-    extra = {"weight": 1.0} if normalize == "weight" else {}
-    weigh = lambda calls: [(g, extra) for g, _ in calls]  # noqa: E731
+    weigh = lambda calls: [(g, {"weight": 1.0} if normalize == "weight" else {}) for g, _ in calls]  # noqa: E731
     options = {"normalize": normalize, "dtype": "float16"}
     tx = safe(boostax.accumulate(ADAM, 3 if flush else 2, **options))
     window = [(ONE, {}), (ONE, {})] + ([(ONE, {})] if flush else [])

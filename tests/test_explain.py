@@ -199,8 +199,7 @@ def found_in(tx):
 @pytest.mark.parametrize(("wrong", "right", "what", "fix"), CASES)
 def test_a_wrong_order_is_named_with_its_fix_and_the_fixed_is_not(wrong, right, what, fix):
     (mine,) = (finding for finding in found_in(wrong) if finding.what == what)
-    assert fix in mine.fix and mine.why.endswith(".")
-    assert found_in(right) == []
+    assert fix in mine.fix and mine.why.endswith(".") and found_in(right) == []
     found = found_in(wrong)
     assert list(boostax.explain(wrong, PARAMS).findings) == found
     # A step refuses what is certainly wrong, and warns once of the rest.
@@ -216,10 +215,9 @@ def test_a_wrong_order_is_named_with_its_fix_and_the_fixed_is_not(wrong, right, 
     assert list(boostax.explain(step, PARAMS).findings) == found
 
 
-elsewhere = boostax.all_reduce("other")
 LACKING = {
     "all_reduce inside MultiSteps": multi(mean, adam),
-    "no reduction over the axis 'data' of the step, but over 'other'": elsewhere,
+    "no reduction over the axis 'data' of the step, but over 'other'": boostax.all_reduce("other"),
 }
 
 
@@ -257,8 +255,7 @@ def test_optaxs_own_optimizers_are_known_and_right(name):
         warnings.simplefilter("ignore")  # noisy_sgd asks for a key
         tx = getattr(optax, name)(1e-2)
     tx = scaled(mean, clip, tx, **AXIS)
-    assert "unknown" not in {role(row.part) for row in rows(read(tx))}
-    assert found_in(tx) == []
+    assert "unknown" not in {role(row.part) for row in rows(read(tx))} and found_in(tx) == []
 
 
 UNUSUAL = [

@@ -17,7 +17,6 @@ from reducing import at_once
 from training import walk
 
 import boostax
-import boostax.testing
 from boostax.testing import LAWS, PAIR_LAWS, Case
 
 THAWING = boostax.freeze_schedule(thaw, total_steps=12)
@@ -106,8 +105,7 @@ def test_a_step_takes_them_together():
         losses.append(float(report["loss"]))
         if call == 3:
             assert bool((state.params["w"] == params["w"]).all())
-    assert int(boostax.metrics(state.opt_state)["skipped"]) == 1
-    assert losses[-1] < losses[0] / 2
+    assert int(boostax.metrics(state.opt_state)["skipped"]) == 1 and losses[-1] < losses[0] / 2
     assert not bool((state.params["w"] == params["w"]).any())
 
 
@@ -177,16 +175,16 @@ def test_a_bound_on_logits_scales_heads_after_the_update():
         np.testing.assert_allclose(new[name], expected, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("query", "key", "axis"),
-    [
-        ((6, 12), (6, 12), -1),  # heads and their elements in one dimension
-        ((4, 8, 3), (4, 8, 3), -2),  # heads first
-        ((6, 4, 3), (6, 2, 3), -2),  # query heads that share a key head
-        ((6, 4, 5), (6, 4, 7), -2),  # a rotary part in queries, values in keys
-        ((2, 6, 4, 3), (6, 4, 3), -2),  # stacked layers
-    ],
-)
+LAYOUTS = [
+    ((6, 12), (6, 12), -1),  # heads and their elements in one dimension
+    ((4, 8, 3), (4, 8, 3), -2),  # heads first
+    ((6, 4, 3), (6, 2, 3), -2),  # query heads that share a key head
+    ((6, 4, 5), (6, 4, 7), -2),  # a rotary part in queries, values in keys
+    ((2, 6, 4, 3), (6, 4, 3), -2),  # stacked layers
+]
+
+
+@pytest.mark.parametrize(("query", "key", "axis"), LAYOUTS)
 def test_a_bound_on_logits_refuses_other_layouts(query, key, axis):
     params = {"layer": {"query": jnp.ones(query), "key": jnp.ones(key)}}
     tx, maxima = bound_logits(optax.sgd(0.1), axis=axis), {"layer": jnp.full(4, 200.0)}

@@ -38,9 +38,8 @@ def test_a_loss_that_nobody_scaled_is_refused(loop):
 
 @pytest.mark.parametrize(("name", "loop"), spread(["dynamic_loss_scale", "accumulate"], LOOPS))
 def test_gradients_that_nobody_reduced_are_refused(loop, name):
-    put = put_into(loop, TECHNIQUES[name], forgotten=REDUCTION, replicated=True)
     with pytest.raises(ValueError, match=r"boostax\.all_reduce"):
-        LOOPS[loop](put)
+        LOOPS[loop](put_into(loop, TECHNIQUES[name], forgotten=REDUCTION, replicated=True))
 
 
 @pytest.mark.parametrize("loop", lanes(LOOPS, ["Flax linen, pmap", "Equinox"]))

@@ -99,9 +99,7 @@ def table(kind, groups, steps, fraction, seed=0):
 @pytest.mark.parametrize("kind", KINDS)
 @draws(60)
 @given(st.integers(1, 12), STEPS, FRACTIONS, SEEDS)
-def test_depths_have_the_share_and_range_that_the_kind_promises(
-    kind, groups, steps, fraction, seed
-):
+def test_depths_have_the_share_and_range_of_their_kind(kind, groups, steps, fraction, seed):
     depths, _ = table(kind, groups, steps, fraction, seed)
     assert depths.dtype == np.int32 and depths.shape == (steps,)
     assert depths[0] == 0 <= depths.min() and depths.max() < groups
@@ -130,8 +128,7 @@ def test_continuous_repeats_a_cycle_of_at_least_the_fraction(groups, fraction):
     depths, fraction = table("continuous", groups, steps, fraction)
     cycle = int(np.argmax(depths == groups - 1)) + 1
     whole = cycle - (groups - 1)
-    assert whole >= 1
-    assert depths[:cycle].tolist() == [0] * whole + list(range(1, groups))
+    assert whole >= 1 and depths[:cycle].tolist() == [0] * whole + list(range(1, groups))
     np.testing.assert_array_equal(depths, np.resize(depths[:cycle], steps))
     share, roundings = (groups - 1) / cycle, 1e-12
     assert fraction - roundings <= share
@@ -142,8 +139,7 @@ def test_continuous_repeats_a_cycle_of_at_least_the_fraction(groups, fraction):
 def test_continuous_keeps_a_step_that_trains_all(groups):
     """MindSpore's rule rounds 1 - 0.9 down and leaves ten groups without: group 0 never trains."""
     depths, _ = table("continuous", groups, 3 * groups, (groups - 1) / groups)
-    assert depths.tolist() == [*range(groups)] * 3
-    assert 0 not in sequence(10, 0, 1 - 0.9, 100)
+    assert depths.tolist() == [*range(groups)] * 3 and 0 not in sequence(10, 0, 1 - 0.9, 100)
 
 
 def test_when_groups_freeze():
@@ -196,8 +192,7 @@ def test_a_callable_is_asked_once_per_step():
         return (step, np.int64(step), jnp.int32(step))[step % 3] if step < 4 else 0
 
     schedule = freeze_schedule(kind, total_steps=6)
-    assert asked == []
-    assert schedule.depths(4).tolist() == [0, 1, 2, 3, 0, 0]
+    assert asked == [] and schedule.depths(4).tolist() == [0, 1, 2, 3, 0, 0]
     schedule.depths(4)
     assert asked == [*range(6)] and all(type(step) is int for step in asked)
 
@@ -249,9 +244,8 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("options", "said"), MESSAGES)
 def test_messages(options, said):
-    options = {"kind": "interval", "total_steps": 9} | options
     with pytest.raises(ValueError, match=f"^freeze_schedule: {re.escape(said)}"):
-        freeze_schedule(**options).depths(4)
+        freeze_schedule(**{"kind": "interval", "total_steps": 9} | options).depths(4)
 
 
 def test_limits_pass():

@@ -38,10 +38,9 @@ def test_a_fault_is_found_and_shrinks_to_a_program(fault, monkeypatch):
         clip=0.5, decay="coupled", optimizer="adam", every=(2,), moves=((2, "save", 0),),
     )  # fmt: skip
     assert check(case) == "equal"
-    faulty = FAULTS[fault]
     # The library's own is what the fault is made of.
     own = vars(fuzzing.library)["boostax"]
-    broken = type("broken", (), {**vars(own), "dynamic_loss_scale": staticmethod(faulty)})
+    broken = type("broken", (), {**vars(own), "dynamic_loss_scale": staticmethod(FAULTS[fault])})
     monkeypatch.setattr(fuzzing.library, "boostax", broken)
     found = failure(case)
     assert found is not None and found.startswith("Difference: call")

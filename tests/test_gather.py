@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 from training import follow, losses_of
 
@@ -13,8 +12,8 @@ import boostax
 
 BOTH = ("data", "model")
 SPECS = {
-    "FSDP": ({"data": 8}, {"w": P("data"), "v": P(None, "data"), "b": P()}),
-    "HSDP": ({"data": 4, "model": 2}, {"w": P(*BOTH), "v": P(BOTH), "b": P()}),
+    "FSDP": ({"data": 8}, {"w": jax.P("data"), "v": jax.P(None, "data"), "b": jax.P()}),
+    "HSDP": ({"data": 4, "model": 2}, {"w": jax.P(*BOTH), "v": jax.P(BOTH), "b": jax.P()}),
 }
 KINDS = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
 
@@ -146,7 +145,7 @@ def test_what_is_carried_is_not_rounded():
     loss = lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["history"] ** 2) / 2  # noqa: E731
     ends = []
     for dtype in (None, "int8"):
-        step, _ = fsdp_step(tx, loss, dtype, param_specs=dict.fromkeys(params, P("data")))
+        step, _ = fsdp_step(tx, loss, dtype, param_specs=dict.fromkeys(params, jax.P("data")))
         state, _ = step(step.init(params), np.zeros((8, 1), np.float32))
         ends.append(state.params["history"])
     np.testing.assert_array_equal(*ends)
@@ -162,7 +161,7 @@ def test_refusals():
         make("int8")(make("int8").init(whole), np.ones((8, 512), np.float32))
     for place, dtype, said in (
         (None, "int8", "params must be placed on one mesh"),
-        (jax.NamedSharding(mesh, P()), "int8", "params must be sharded over data"),
+        (jax.NamedSharding(mesh, jax.P()), "int8", "params must be sharded over data"),
         (where, "float8", "dtype must be"),
     ):
         params = jax.device_put(whole, place) if place else whole

@@ -167,7 +167,6 @@ def test_freezing_equals_mindspore(arrays, train, name):
     depths = own.get(name, run["strategy"])
 
     def make_tx(reduced, axis):
-        del axis
         freeze = {"groups": {"0": 0, "1": 1, "2": 2}, "moments": moments}
         if configured:
             config = json.dumps({"freeze": freeze | {"kind": run["strategy"].tolist()}})

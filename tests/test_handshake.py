@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from reducing import mesh_of
 
 import boostax
@@ -27,7 +26,6 @@ def loss_fn(params, x):
 
 
 def unscaled(params, state, x):
-    del state
     return jax.value_and_grad(loss_fn)(params, x)
 
 
@@ -92,7 +90,7 @@ def traced(tx, gradients):
 
 
 def mapped(step, check):
-    specs = {"in_specs": P(), "out_specs": P(), "check_vma": check}
+    specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": check}
     return jax.jit(jax.shard_map(step, mesh=mesh_of(data=2), **specs))
 
 
@@ -148,7 +146,7 @@ def test_a_plain_loss_is_refused_in_every_context(name):
 def on_mesh(kind, scaler):
     """A mesh, replicated params on it, and a scaled mean over it."""
     mesh = mesh_of(kind, data=4)
-    params = jax.device_put(W, jax.NamedSharding(mesh, P()))
+    params = jax.device_put(W, jax.NamedSharding(mesh, jax.P()))
     tx = scaler(optax.chain(boostax.all_reduce("data"), optax.sgd(0.1)), axis_name="data")
     return mesh, params, boostax.on_mesh(tx, params, axis_name="data")
 
@@ -157,7 +155,7 @@ def on_mesh(kind, scaler):
 def test_a_plain_loss_is_refused_on_global_arrays(kind):
     mesh, params, tx = on_mesh(kind, boostax.dynamic_loss_scale)
     oracle = boostax.value_and_grad(loss_fn, mesh=mesh, axis_name="data")
-    state, x = tx.init(params), jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+    state, x = tx.init(params), jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
     plain = lambda params, state, x: oracle(params, optax.EmptyState(), x)  # noqa: E731
     with pytest.raises(ValueError, match=REFUSED):
         jax.jit(step_of(tx, plain))(params, state, x)
@@ -255,7 +253,6 @@ def crossing_by_hand(params, x, *, scales=None):
 
 
 def ignoring(params, x, *, scales=None):
-    del scales
     return loss_fn(params, x)
 
 
@@ -310,15 +307,13 @@ def test_the_program_is_the_same_with_and_without_a_word():
 
 
 def test_marks_do_not_outlive_their_trace():
-    from boostax._core import handshake
-
     tx = SCALE(optax.sgd(0.1))
     gc.collect()
-    before = len(handshake._MARKS)
+    before = len(boostax._core.handshake._MARKS)
     for _ in range(3):
         jax.jit(step_of(tx, by_scale_loss)).lower(W, tx.init(W), X)
     gc.collect()
-    assert len(handshake._MARKS) <= before
+    assert len(boostax._core.handshake._MARKS) <= before
 
 
 # Losses inside losses.

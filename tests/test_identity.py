@@ -10,7 +10,6 @@ import pytest
 from lanes import lanes
 
 import boostax
-from boostax.testing import drawn
 
 # Beside ``learning_rate=1e-2``, or in its place.
 SETTINGS = {
@@ -77,7 +76,7 @@ def trained(tx, dtype, wide, steps=3):
     @jax.jit
     def step(params, state, grads):
         inner = optax.with_extra_args_support(tx)
-        updates, state = drawn(inner).update(up(grads), state, up(params), **given)
+        updates, state = boostax.testing.drawn(inner).update(up(grads), state, up(params), **given)
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
         return optax.apply_updates(params, updates), state, updates
 

@@ -55,8 +55,7 @@ def test_public_names_are_thirty_two_and_eleven_modules():
     origin = lambda name: getattr(getattr(boostax, name), "__module__", None) or ""  # noqa: E731
     named = {x for x in dir(boostax) if x[0] != "_" and origin(x).startswith("boostax.")}
     packages = {name for name in NAMESPACES if isinstance(getattr(boostax, name), types.ModuleType)}
-    assert named == COMMON and packages == NAMESPACES
-    assert NAMESPACES | COMMON <= set(dir(boostax))
+    assert named == COMMON and packages == NAMESPACES and NAMESPACES | COMMON <= set(dir(boostax))
 
 
 ORDERS = """
@@ -111,8 +110,7 @@ ROWS = tomllib.loads(files("boostax").joinpath("names.toml").read_text("utf8"))
 def test_a_name_that_is_gone_or_moved_says_what_stands_in_its_place(name):
     """What the sentence calls boostax's is there; the old name itself is not."""
     package, _, last = name.rpartition(".")
-    owner = pkgutil.resolve_name(package)
     with pytest.raises(AttributeError, match=re.escape(ROWS[name])):
-        getattr(owner, last)
+        getattr(pkgutil.resolve_name(package), last)
     for named in re.findall(r"boostax(?:\.\w+)+", ROWS[name]):
         assert pkgutil.resolve_name(named) is not None

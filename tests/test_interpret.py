@@ -44,7 +44,7 @@ BODIES = {
 }
 
 
-def named(*facts):
+def named(facts):
     return frozenset[str]().union(*facts)
 
 
@@ -54,11 +54,10 @@ def flowing(fn, *, once=False):
 
     def transfer(eqn, facts):
         met.append(eqn.primitive.name)
-        return [named(*facts)] * len(eqn.outvars)
+        return [named(facts)] * len(eqn.outvars)
 
     inputs = [frozenset("a"), frozenset("b")]
-    join = lambda facts: named(*facts)  # noqa: E731
-    return interpret.flow(program, inputs, transfer, join, frozenset(), once=once), met
+    return interpret.flow(program, inputs, transfer, named, frozenset(), once=once), met
 
 
 @pytest.mark.parametrize("kind", BODIES)

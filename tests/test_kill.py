@@ -13,7 +13,6 @@ from lanes import lanes
 
 from boostax.checkpoint import Checkpointer
 
-KILLS = 10
 CALLS = 25
 
 
@@ -72,7 +71,7 @@ def test_killed_at_random_moments(tmp_path, cache, count):
     # A kill in the middle of a write would leave half an entry in JAX's cache.
     given = {"count": count, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9", **cache}
     random = np.random.default_rng(count)
-    for number, call in enumerate(random.integers(CALLS, size=KILLS)):
+    for number, call in enumerate(random.integers(CALLS, size=10)):
         folder = tmp_path / f"{number} at {call}"
         with Job(folder, "--save-every=1", **given) as job:
             job.reach(f"call {call}:" if call else "")

@@ -90,8 +90,7 @@ def missing(state, history):
     beside the largest residual.
     """
     grads = [gradient(call, params) for call, params in enumerate(history)]
-    window = jax.tree.leaves(state, is_leaf=is_a(WINDOW))
-    (window,) = [x for x in window if isinstance(x, WINDOW)]
+    (window,) = [x for x in jax.tree.leaves(state, is_leaf=is_a(WINDOW)) if isinstance(x, WINDOW)]
     closed = len(grads) - int(window.micro_step)
     nodes = jax.tree.leaves(state, is_leaf=is_a((COMPRESSED, Ledger)))
     held = [x.residual.local for x in nodes if isinstance(x, COMPRESSED)]

@@ -8,6 +8,7 @@ import re
 import boostax
 
 ROOT = pathlib.Path(boostax.__file__).parent
+ARCHITECTURE = (pathlib.Path(__file__).parents[1] / "ARCHITECTURE.md").read_text()
 # Each may import those before it; those between two signs know nothing of each other.
 LAYERS = (
     "_core < order < precision reduce subspace model < accumulate freeze < train compat "
@@ -34,12 +35,11 @@ def test_imports_run_one_way():
             for module in imported(path):
                 ends = name[0], module.split(".")[1] if "." in module else ""
                 found.setdefault(ends, []).append(f"{'/'.join(name)}: {module}")
-    wrong = [
+    assert [["train/__init__: boostax.layers.*"]] == [
         lines
         for (room, other), lines in found.items()
         if other and room != other and not RANK.get(other, 99) < RANK[room]
     ]
-    assert wrong == [["train/__init__: boostax.layers.*"]]
 
 
 def test_a_public_name_of_the_core_has_users_in_two_rooms_or_in_the_core():
@@ -66,13 +66,11 @@ def test_the_drawing_of_the_packages_is_that_of_the_imports():
     """ARCHITECTURE.md names the order; packages that are not in it would be outside of it."""
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages | {"explaining", "states", "nnx"} == set(RANK)
-    drawn = (pathlib.Path(__file__).parents[1] / "ARCHITECTURE.md").read_text()
-    assert all(f"`{name}`" in drawn for name in packages)
+    assert all(f"`{name}`" in ARCHITECTURE for name in packages)
 
 
 def test_each_question_of_a_maintainer_has_at_most_three_files():
-    page = (pathlib.Path(__file__).parents[1] / "ARCHITECTURE.md").read_text()
-    rows = re.findall(r"(?m)^\| [^|]+\? \| (.*) \|$", page)
+    rows = re.findall(r"(?m)^\| [^|]+\? \| (.*) \|$", ARCHITECTURE)
     for files in (re.findall(r"`(\w+/\w+\.\w+)`", row) for row in rows):
         assert 1 <= len(files) <= 3 and all((ROOT / x).is_file() for x in files)
     assert len(rows) == 5
@@ -80,13 +78,12 @@ def test_each_question_of_a_maintainer_has_at_most_three_files():
 
 def test_the_audit_knows_boostax_by_its_adapter_and_is_known_to_the_command_alone():
     """It could be lifted out; ``test_import.py`` does so."""
-    crossings = {
+    assert {"auditing/adapter.py", "__init__.py", "__main__.py"} == {
         str(path.relative_to(ROOT))
         for path in ROOT.rglob("*.py")
         for name in imported(path)
         if name.startswith("boostax.auditing") != (path.parent.name == "auditing")
     }
-    assert crossings == {"auditing/adapter.py", "__init__.py", "__main__.py"}
     known = {x.rpartition(".")[0] for x in imported(ROOT / "auditing/adapter.py")}
     own = "_core.late _core.replicas _core.types accumulate.window train.step"
     assert known - {"boostax._core"} == {f"boostax.{name}" for name in own.split()}

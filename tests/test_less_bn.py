@@ -77,8 +77,7 @@ def shuffle_unit(x, conv, norm):
 
 def inception(x, conv, norm):
     """No operand is a shortcut, so no branch is a residual one."""
-    y = nn.relu(norm(conv(x, "conv_1"), "norm_1"))
-    y = nn.relu(norm(conv(y, "conv_2"), "norm_2"))
+    y = plain(x, conv, norm)
     return jnp.concatenate([y, nn.relu(norm(conv(x, "conv_3", 8, 1), "norm_3"))], -1)
 
 
@@ -89,8 +88,7 @@ def two_towers(x, conv, norm):
 
 def nested(x, conv, norm):
     """A residual block inside a residual branch, judged by its own sum."""
-    y = nn.relu(norm(conv(x, "conv_1"), "norm_1"))
-    y = nn.relu(norm(conv(y, "conv_2"), "norm_2"))
+    y = plain(x, conv, norm)
     y = nn.relu(y + norm(conv(nn.relu(norm(conv(y, "conv_3"), "norm_3")), "conv_4"), "norm_4"))
     return x + y
 
@@ -433,8 +431,7 @@ class Recorded(nn.Module):
         x = nn.relu(layer(x, "c0", "b0", 3))
         for k in ("k1", "k2", "k3"):
             y = nn.relu(layer(x, f"{k}.c1", f"{k}.b1"))
-            y = nn.relu(layer(y, f"{k}.c2", f"{k}.b2", 3))
-            y = layer(y, f"{k}.c3", f"{k}.b3")
+            y = layer(nn.relu(layer(y, f"{k}.c2", f"{k}.b2", 3)), f"{k}.c3", f"{k}.b3")
             x = nn.relu(y + (layer(x, "k1.cd", "k1.bd") if k == "k1" else x))
         x = nn.Dense(8, name="hid")(x.mean((1, 2)))
         return nn.Dense(4, name="fc")(x)

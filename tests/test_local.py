@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from reducing import at_once, mapped, mesh_of
 
 import boostax
@@ -64,7 +63,7 @@ def on_replicas(train, mode, noise):
         return jax.tree.map(lambda x: x[None], train(params, jax.tree.map(lambda x: x[0], noise)))
 
     how = {"mesh": mesh_of(data=len(jax.tree.leaves(noise)[0])), "check_vma": mode == "checked"}
-    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
     return jax.jit(jax.shard_map(on_one, **how, **specs))(start(), noise)
 
 
@@ -198,9 +197,8 @@ def test_without_an_outer_optimizer_there_is_no_copy_of_the_params():
     params = jax.eval_shape(start)
     for tx in (partial_average(SGD, 2), local_updates(SGD, 2, None, warmup=1)):
         state = jax.eval_shape(tx.init, params)
-        momentum = state.inner_state.local
         assert [x.shape for x in jax.tree.leaves(state._replace(inner_state=None))] == [(), ()]
-        chex.assert_trees_all_equal_shapes(momentum[0].trace, params)
+        chex.assert_trees_all_equal_shapes(state.inner_state.local[0].trace, params)
 
 
 def test_a_warm_up_needs_no_outer_optimizer():
@@ -302,14 +300,13 @@ WRAPPED = {
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_flush_lets_the_replicas_meet(kind):
     tx = boostax.dynamic_loss_scale(WRAPPED[kind](), init_scale=1.0, axis_name="data")
-    replicas = 8
 
     def train(params, noise):
         own, state = boostax.train.local_params(params, axis_name="data"), tx.init(params)
         own, state = boostax.apply_gradients(drawn(tx), gradient(own, noise), state, own)
         return own, boostax.flush(tx, state, own)
 
-    noise = jax.tree.map(lambda x: x[:, 0], draw(17, replicas, 1))
+    noise = jax.tree.map(lambda x: x[:, 0], draw(17, 8, 1))
     own, (met, state) = on_replicas(train, "checked", noise)
     assert all(map(equal_on_all, jax.tree.leaves(met)))
     if kind == "partial":
@@ -317,7 +314,7 @@ def test_flush_lets_the_replicas_meet(kind):
         chex.assert_trees_all_close(met, mean, rtol=1e-7, atol=1e-6)
     else:
         chex.assert_trees_all_equal(met, state.inner_state.anchor)
-        assert np.asarray(state.inner_state.since_sync).tolist() == [0] * replicas
+        assert np.asarray(state.inner_state.since_sync).tolist() == [0] * 8
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
@@ -343,10 +340,7 @@ def test_low_params_have_wide_moments_and_no_elements_are_no_matter(kind):
 # What is refused.
 
 
-def local(inner):
-    return local_updates(inner, 1)
-
-
+local = functools.partial(local_updates, every=1)
 REFUSED = {
     "number of param leaves, 4": [lambda: partial_average(SGD, 5).init(start())],
     "pytree structure error": [lambda: partial_average(SGD, {"a": 0, "x": 1}).init(start())],
@@ -369,7 +363,7 @@ def test_what_cannot_be_is_refused(match):
 
 def test_params_of_all_replicas_are_one_on_an_explicit_mesh():
     mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Explicit,) * 2)
-    tx, specs = local_updates(SGD, every=4), {"w": P(None, "model")}
+    tx, specs = local_updates(SGD, every=4), {"w": jax.P(None, "model")}
     how = {"mesh": mesh, "axis_name": "data", "param_specs": specs}
     step = boostax.make_train_step(lambda p, x: jnp.mean((x * p["w"]) ** 2), tx, **how)
     state, _ = step(step.init({"w": jnp.ones((1, 6))}), np.ones((4, 6), "f"))

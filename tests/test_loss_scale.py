@@ -39,8 +39,7 @@ def trace(overflow, **options):
 @pytest.fixture(scope="module")
 def golden_traces(golden):
     """Golden traces by setting, each with ours of the same overflow pattern."""
-    found = collections.defaultdict(list)
-    run = {}
+    found, run = collections.defaultdict(list), {}
     for record in json.loads((golden / "loss_scale_traces.json").read_text())["traces"]:
         setting = init, factor, window = record["init"], record["factor"], record["window"]
         if setting not in run:
@@ -140,8 +139,7 @@ def test_static_scale_stays_and_skips_only_when_asked(skip):
     params, state = jnp.float32(0.0), tx.init(jnp.float32(0.0))
     for grads, expected in ((64.0, -0.5), (math.inf, -0.5 if skip else -math.inf)):
         params, state = boostax.apply_gradients(tx, jnp.float32(grads), state, params)
-        assert float(params) == expected
-        assert float(boostax.precision.loss_scale(state)) == 128.0
+        assert float(params) == expected and float(boostax.precision.loss_scale(state)) == 128.0
     told = boostax.metrics(state)
     assert (int(told["skipped"]), bool(told["applied"])) == (skip, not skip)
     assert ("cond" in str(jax.make_jaxpr(drawn(tx).update)(params, state, params))) == skip

@@ -1,7 +1,5 @@
 """Losses whose loops start from constants, or that no types can follow, on every code path."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,11 +10,9 @@ from flax import nnx
 from jax import lax
 from jax.experimental import pallas
 from jax.experimental.ode import odeint
-from jax.sharding import NamedSharding, PartitionSpec
 from lanes import lanes, spread
 
 import boostax
-from boostax.testing import check_loss
 from boostax.testing._losses import TRIALS, _spec
 
 ROWS, TIME, WIDTH, WORDS = 16, 5, 8, 12
@@ -138,7 +134,7 @@ PLAIN = [chunked, ode, fixed_point, root, conditional, kernel, called_back]
 LOSSES = {
     "linen's LSTM": linen_lstm,
     "nnx's GRU": nnx_gru,
-    **{fn.__name__: functools.partial(lambda fn: (fn, HEADS), fn) for fn in PLAIN},
+    **{fn.__name__: lambda fn=fn: (fn, HEADS) for fn in PLAIN},
 }
 
 
@@ -148,7 +144,7 @@ SLOW = ("linen's LSTM", "nnx's GRU", "ode")
 
 @pytest.mark.parametrize(("name", "trial"), spread(SLOW, ["FSDP", "own loop"]))
 def test_a_slow_loss_trains_in_two_trials_as_on_one_device(name, trial):
-    check_loss(*LOSSES[name](), BATCH, only=trial)
+    boostax.testing.check_loss(*LOSSES[name](), BATCH, only=trial)
 
 
 @pytest.mark.parametrize("name", lanes(LOSSES, LOSSES.keys() - SLOW))
@@ -156,18 +152,18 @@ def test_a_loss_trains_in_every_trial_as_on_one_device(name):
     """A loop from a constant was refused, in JAX's words, on every code path to a mesh."""
     loss, params = LOSSES[name]()
     if name != "called_back":
-        check_loss(loss, params, BATCH)
+        boostax.testing.check_loss(loss, params, BATCH)
         return
     # JAX calls back only where every axis of the mesh is mapped.
     with pytest.raises(NotImplementedError, match="manually"):
-        check_loss(loss, params, BATCH, only="another axis")
+        boostax.testing.check_loss(loss, params, BATCH, only="another axis")
     for trial in TRIALS.keys() - {"another axis"}:
-        check_loss(loss, params, BATCH, only=trial)
+        boostax.testing.check_loss(loss, params, BATCH, only=trial)
 
 
 def test_a_recurrent_module_of_nnx_draws_its_carry_on_a_mesh(mesh):
     """An RNN whose carry comes from the module's own Rngs, in a step of boostax.nnx."""
-    model = jax.device_put(gru(), NamedSharding(mesh, PartitionSpec()))
+    model = jax.device_put(gru(), jax.NamedSharding(mesh, jax.P()))
     optimizer = boostax.nnx.Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
 
     @nnx.jit
@@ -183,14 +179,10 @@ def test_a_recurrent_module_of_nnx_draws_its_carry_on_a_mesh(mesh):
     assert losses[-1] < losses[0]
 
 
+summed = jax.grad(lambda x: lax.psum(jnp.sum(x**2), "data"))
 INSIDE = {
     "a gradient of a mean": lambda x: jax.grad(lambda x: lax.pmean(jnp.sum(x**2), "data"))(x),
-    "in a scan": lambda x: lax.scan(
-        lambda h, _: (h + jax.grad(lambda x: lax.psum(jnp.sum(x**2), "data"))(x), None),
-        jnp.zeros_like(x),
-        None,
-        length=2,
-    )[0],
+    "in a scan": lambda x: lax.scan(lambda h, _: (h + summed(x), None), 0 * x, None, 2)[0],
     "in a jit": jax.jit(jax.grad(lambda x: lax.pmean(jnp.sum(x**2), "data"))),
 }
 RIGHT = {
@@ -220,5 +212,5 @@ def test_a_loss_with_other_collectives_is_not(mesh, name):
 
 
 def test_a_trial_shards_the_first_dimension_that_its_axis_divides():
-    shapes = {(3, 8, 4): PartitionSpec(None, "model"), (3,): PartitionSpec(), (): PartitionSpec()}
+    shapes = {(3, 8, 4): jax.P(None, "model"), (3,): jax.P(), (): jax.P()}
     assert {x: _spec("model", 2, np.zeros(x)) for x in shapes} == shapes
