@@ -163,8 +163,8 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
 
 
 def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
-    leaves, constants = _recorded(grads), {x.val for x in _recorded(params)}
-    eqns, backward, free = _between(leaves, constants)
+    leaves, constants = recorded(grads), {x.val for x in recorded(params)}
+    eqns, backward, free = between(leaves, constants)
     changed = set(backward)
     for eqn in eqns:
         if any(x in changed for x in eqn.invars if isinstance(x, jaxprs.Var)):
@@ -178,7 +178,7 @@ def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     return any(x not in accepted for x in degrees.degrees(program, known))
 
 
-def _recorded(tree: PyTree) -> list[Any]:
+def recorded(tree: PyTree) -> list[Any]:
     """Return the recorded arrays of the tracers in a tree, without the constants."""
     recorded = list[Any]()
     for x in jax.tree.leaves(tree):
@@ -195,7 +195,7 @@ def _is_backward(eqn: Any) -> bool:
     return any(x.name == "transpose" for stack in stacks for x in stack)
 
 
-def _between(
+def between(
     leaves: list[Any], constants: set[Any]
 ) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[Any]]:
     """Return the equations after the backward pass, the results of this pass, and other inputs."""

@@ -19,6 +19,7 @@ from boostax._core.trees import Pruning, path_name
 from boostax._core.types import PyTree
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
+from boostax.order import findings
 
 Moments = Literal["shared", "per_group"]
 # A function that changes the params (or updates) and the state at a depth.
@@ -63,6 +64,8 @@ class Freezing:
     Attributes:
       tx: the inner transformation.
       groups: see ``scheduled_freeze``, also for ``schedule``, ``moments`` and ``repeat``.
+      chosen: ``{True}`` after a call of ``choice``, whose gradients are complete although the
+        backward pass ends early; otherwise empty.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -70,6 +73,7 @@ class Freezing:
     schedule: FreezeSchedule
     moments: Moments
     repeat: bool
+    chosen: set[bool] = dataclasses.field(default_factory=set[bool], init=False)
 
     def plan(self, params: PyTree) -> Plan:
         """Return the schedule for the groups of these params."""
@@ -110,6 +114,7 @@ class Freezing:
     def choice(self, params: PyTree, state: PyTree) -> Choice:
         """Return the active leaves for each depth, and the index of the state's next depth."""
         plan = self.plan(params)
+        self.chosen.add(True)
         return Choice(plan.index(self.find(state).next_depth), tuple(map(plan.active, plan.drawn)))
 
     def part(self, params: PyTree, state: PyTree, depth: int) -> PyTree:
@@ -214,7 +219,9 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     trained = jnp.zeros(plan.groups, jnp.int32)
     # Each field has its own array, because donation refuses a buffer that two fields share.
     steps, depth, coming = (jnp.full((), number, jnp.int32) for number in (0, first, first))
-    return ScheduledFreezeState(steps, depth, coming, trained, states[0] if is_shared else states)
+    state = ScheduledFreezeState(steps, depth, coming, trained, states[0] if is_shared else states)
+    plan.require_effect(0, state)
+    return state
 
 
 def _following(
@@ -271,7 +278,9 @@ def scheduled_freeze(
 
     Without ``depth``, the compiled program reads the depth from the state, and gradients must have
     every leaf. With ``active=freeze.choice(params, opt_state)``, such a program also ends the
-    backward pass at the first active layer. Use this form for ``jax.lax.scan`` over steps.
+    backward pass at the first active layer. Use this form for ``jax.lax.scan`` over steps. One
+    warning reports a backward pass in this program that computes the gradients of all params, or a
+    schedule that freezes nothing from the first step of the run on.
 
     The schedule counts applied steps, so the depth changes only when an accumulation window closes.
     If a loss scaler skips a step, the next step has the same depth.
@@ -353,6 +362,10 @@ def scheduled_freeze(
             allowed = f"those that depth {depth} trains"
             hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
             checks.require(is_valid, _WHO, "gradients", "masked leaves", allowed, hint)
+            frozen = jax.tree.map(lambda x, g: None if x else g, active, grads.raw)
+            last = handshake.recorded(frozen)[-1:]
+            if not freezing.chosen and handshake.between(last, set())[1]:
+                findings.no_effect(_WHO, "not_active", outside)
             pending = gate.Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
             more = elsewhere(extra, lambda trial: trees.unmasked(trial, params))

@@ -15,13 +15,14 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks
+from boostax._core import checks, protocols, trees
 from boostax._core.axes import UNNAMED
 from boostax._core.types import PyTree
 from boostax.order import parts as chain
@@ -55,6 +56,8 @@ _OF_CHAINS = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding],
 _OF_STATES: dict[PyTree, list[Finding]] = {}
 # Findings of which the user was warned, each with the structure of the state or ``None``.
 _WARNED: set[tuple[str, PyTree]] = set()
+# The parts without effect, as keys, in what ``explain`` traces; ``None`` outside of ``explain``.
+IDLE: ContextVar[dict[Finding, None] | None] = ContextVar("idle", default=None)
 
 
 def of_chain(
@@ -72,12 +75,17 @@ def of_chain(
     report(who, "tx", read(tx, names)[0], structure)
 
 
-def of_state(who: str, opt_state: PyTree) -> None:
-    """Check the order of the states in a loop whose chain is not known."""
+def of_state(who: str, opt_state: PyTree, active: PyTree = None) -> None:
+    """Check the order of the states in a loop whose chain is not known.
+
+    ``active`` is True if the loop computes the gradients of all params.
+    """
     structure = jax.tree.structure(opt_state)
     if structure not in _OF_STATES:
         _OF_STATES[structure] = [*orders(rows(chain.of_state(opt_state)), bound=True)]
     report(who, "opt_state", _OF_STATES[structure], structure)
+    for state in trees.telling(opt_state, protocols.ChoosesVariant) if active is True else ():
+        no_effect("scheduled_freeze", "not_active", state)
 
 
 def read(
@@ -105,11 +113,7 @@ def of_rules(who: str, known: set[str], rules: list[str]) -> None:
 
 
 def report(
-    who: str,
-    argument: str,
-    listed: Iterable[Finding],
-    structure: PyTree = None,
-    stacklevel: int = 5,
+    who: str, argument: str, listed: Iterable[Finding], structure: PyTree = None, level: int = 5
 ) -> None:
     """Raise the first certain finding; warn of other findings, in a loop once per ``structure``."""
     for item in sorted(listed, key=lambda x: not x.certain):
@@ -121,8 +125,20 @@ def report(
         # warnings, all factories of scalers have the same name.
         text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
         if structure is None or not {(text, None), (text, structure)} & _WARNED:
-            warnings.warn(f"{who}: {item}", stacklevel=stacklevel)
+            warnings.warn(f"{who}: {item}", stacklevel=level)
         _WARNED.add((text, structure))
+
+
+def no_effect(who: str, setting: str, state: PyTree) -> None:
+    """Report that ``who`` has no effect: warn once per structure of ``state``, or tell ``explain``.
+
+    A part calls this function while it is traced, if shapes, mesh or schedule show that the part
+    does not do here what it is for. The texts of the settings are in ``orders.toml``.
+    """
+    if (idle := IDLE.get()) is None:
+        report(who, "", [finding(setting)], jax.tree.structure(state))
+    else:
+        idle[finding(setting)] = None
 
 
 def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> list[Finding]:
@@ -130,8 +146,7 @@ def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> lis
 
     ``bound`` is whether the caller binds an axis for gates without an ``axis_name``.
     """
-    listed = [*orders(parts, bound or (step is not None and bool(step.names)))]
-    listed += directions(parts)
+    listed = [*orders(parts, bound or (step is not None and bool(step.names))), *directions(parts)]
     return listed if step is None else [*listed, *of_step(parts, step)]
 
 
@@ -174,8 +189,8 @@ def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
 def finding(setting: str, **names: str) -> Finding:
     """Return the finding for a setting, with the text of ``orders.toml``."""
     entry = checks.table("boostax.order", "orders")["settings"][setting]
-    texts = {field: entry[field].format(**names) for field in ("what", "why", "fix")}
-    return Finding(**texts, certain=entry.get("certain", False))
+    what, why, fix = (entry[field].format(**names) for field in ("what", "why", "fix"))
+    return Finding(what, why, fix, entry.get("certain", False))
 
 
 def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:

@@ -97,10 +97,8 @@ def _part(update: Callable[..., object]) -> Part:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
         return Part(description.name, "", description.what, description, values, inner)
-    if isinstance(update, functools.partial):
-        return _part(update.func)
-    if isinstance(update, jax.stages.Wrapped):  # by jax.jit
-        return _part(inspect.unwrap(update))
+    if isinstance(update, (functools.partial, jax.stages.Wrapped)):  # by jax.jit
+        return _part(getattr(update, "func", None) or inspect.unwrap(update))
     owner = getattr(update, "__self__", None)
     values = closure(update) if owner is None else dict(getattr(owner, "__dict__", {}))
     kind = owner if isinstance(owner, type) else type(owner)
@@ -187,9 +185,8 @@ def role(part: Part) -> str:
         return UNKNOWN
     if part.name == "inject_hyperparams" and part.inner:
         return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
-    default = "moments" if part.name.startswith("scale_by_") else UNKNOWN
     roles = (role for role, names in table()["optax"].items() if part.name in names.split())
-    return next(roles, default)
+    return next(roles, "moments" if part.name.startswith("scale_by_") else UNKNOWN)
 
 
 def sign(part: Part) -> float:
@@ -253,10 +250,9 @@ def rows(part: Part) -> list[Row]:
     def visit(row: Row) -> None:
         part = row.part
         # A combinator whose parts are unknown has its own row.
-        is_listed = row.role != COMBINATOR or not part.inner
-        if is_listed:
-            listed.append(row)
-        holders = (*row.holders, row) if is_listed else row.holders
+        shown = [row] * (row.role != COMBINATOR or not part.inner)
+        listed.extend(shown)
+        holders = (*row.holders, *shown)
         # Optax's combinators that pass only some of the params on.
         masks = (*row.masks, part.name) if part.name in ("masked", "partition") else row.masks
         for i, inner in enumerate(part.inner):

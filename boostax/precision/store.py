@@ -382,8 +382,7 @@ def _require_blocks(state: StoreState) -> None:
         if x.scales is not None:
             ok = formats.scales_of(x.codes.shape) == x.scales.shape
             ok &= axes.varying(x.codes) <= axes.varying(x.scales)
-            name = trees.path_name(x.path)
-            checks.require(ok, _WHO, "arrays of 8 bits", name, allowed, hint)
+            checks.require(ok, _WHO, "arrays of 8 bits", trees.path_name(x.path), allowed, hint)
 
 
 def _noise_of(steps: jax.Array, params: PyTree) -> Noise:

@@ -144,7 +144,7 @@ def on_mesh(
         of the mesh.
       shard_optimizer: whether to shard over the replicas all optimizer state that is equal on all
         replicas (ZeRO). Each leaf is sharded along its first unsharded dimension that the number of
-        replicas divides.
+        replicas divides. One warning reports that no leaf has such a dimension.
       layers: options for stacked layers that the loss scans with ``boostax.train.scan_layers``; see
         ``boostax.train.Layers``. Pass the resulting optimizer to
         ``boostax.value_and_grad(layers=)``.
@@ -302,9 +302,11 @@ def specs_of(
     params, state = jax.tree.map(
         lambda x: PerReplica(local_types(x)) if local(x) else x, (params, state), is_leaf=local
     )
-    params_specs = replicas.specs_like(owners, params, place.names)
-    specs_like = functools.partial(replicas.specs_like, sizes=place.mesh.shape)
-    return params_specs, specs_like(owners, state, place.names, place.replicas * shard_optimizer)
+    count = place.replicas * shard_optimizer
+    specs = replicas.specs_like(owners, state, place.names, count, sizes=place.mesh.shape)
+    if count and place.keeps_whole(state, specs):
+        findings.no_effect("shard_optimizer", "not_sharded", state)
+    return replicas.specs_like(owners, params, place.names), specs
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:

@@ -160,7 +160,7 @@ def make_train_step(
     step = TrainStep(tx, oracle, mesh, names, slices, *settings)
     wrong, is_scaled = findings.read(tx, names, step)
     if wrong:
-        findings.report(who, "tx", wrong, stacklevel=4)
+        findings.report(who, "tx", wrong, level=4)
     watch = functools.partial(findings.of_rules, who, set()) if is_scaled else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
 
@@ -564,8 +564,7 @@ def _mean_of_replicas(params: PerReplica) -> PyTree:
     means: list[jax.Array] = []
     for x in leaves:
         # JAX refuses an index into a sharded dimension of an Explicit mesh.
-        is_first = jnp.arange(len(x)) == 0
-        first = jnp.where(is_first.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
+        first = jnp.where((jnp.arange(len(x)) == 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
         # If all replicas are equal, the mean of the differences to the first replica is 0, and the
         # result is exact.
         means.append(first + (x - first).mean(0))
