@@ -485,7 +485,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_a_schedule_shorter_than_the_run_is_an_error_and_not_silent():
     tx = boostax.scheduled_freeze(adamw(), GROUPS, [0, 1])
-    with pytest.raises(ValueError, match=r"at least as long as the run, got 2 steps"):
+    with pytest.raises(ValueError, match=r"at least as long as the run, got a schedule of 2 steps for"):
         list(run(tx, 3))
     # Depths may come from an iterator.
     tx = boostax.scheduled_freeze(adamw(), GROUPS, iter([0, 1]), repeat=True)
