@@ -17,6 +17,7 @@ from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.groups import as_groups
 from boostax._core.trees import Pruning, path_name
 from boostax._core.types import PyTree
+from boostax.freeze.masks import Mask
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
 
@@ -73,7 +74,9 @@ class Freezing:
 
     def plan(self, params: PyTree) -> Plan:
         """Return the schedule for the groups of these params."""
-        labels = as_groups(_WHO, self.groups, params)
+        is_mask = isinstance(self.groups, Mask)
+        known = self.groups.labels if is_mask else functools.partial(as_groups, groups=self.groups)
+        labels = known(_WHO, params=params)
         return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
     def pruning(self, params: PyTree, depth: int) -> Pruning:
@@ -244,9 +247,10 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
 @checks.arguments
 def scheduled_freeze(
     inner: optax.GradientTransformation,
-    groups: PyTree,
-    schedule: Any,
+    groups: PyTree = None,
+    schedule: Any = None,
     *,
+    frozen: PyTree = None,
     moments: Moments = "shared",
     repeat: bool = False,
 ) -> ScheduledFreeze:
@@ -275,6 +279,10 @@ def scheduled_freeze(
 
     The schedule counts applied steps, so the depth changes only when an accumulation window closes.
     If a loss scaler skips a step, the next step has the same depth.
+
+    Without a schedule, ``scheduled_freeze(inner, mask)`` trains the leaves that a mask marks, in
+    the complete run: ``chain(inner, masked(set_to_zero(), not_mask))`` without the backward pass,
+    the state and the reductions of frozen leaves.
 
     Args:
       inner: the optimizer with its gates and reductions; its state must have a separate array per
@@ -325,6 +333,12 @@ def scheduled_freeze(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "moments", moments, Moments, "'shared' stores one state for all depths.")
+    if schedule is None or frozen is not None:
+        is_valid = (groups is None) != (frozen is None) and schedule is None
+        hint = "Pass a mask, or frozen=, or groups and a schedule."
+        allowed = "given without frozen= and a schedule, or left out"
+        checks.require(is_valid, _WHO, "groups", groups, allowed, hint)
+        groups, schedule = Mask(groups if frozen is None else frozen, trains=frozen is None), 1
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 
