@@ -48,3 +48,12 @@ class Mask:
         # A word means the same in both arguments.
         numbers = [int(_WORDS.get(x, x == self.trains)) for x in values]
         return groups.Labels(treedef.unflatten(numbers), 2)
+
+
+def for_a_run(who: str, mask: PyTree, frozen: PyTree, schedule: object) -> Mask:
+    """Return the mask of a complete run, from one of the two arguments."""
+    is_valid = (mask is None) != (frozen is None) and schedule is None
+    hint = "Pass a mask, or frozen=, or groups and a schedule."
+    allowed = "given without frozen= and a schedule, or left out"
+    checks.require(is_valid, who, "groups", mask, allowed, hint)
+    return Mask(mask if frozen is None else frozen, trains=frozen is None)

@@ -17,7 +17,7 @@ from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.groups import as_groups
 from boostax._core.trees import Pruning, path_name
 from boostax._core.types import PyTree
-from boostax.freeze.masks import Mask
+from boostax.freeze.masks import Mask, for_a_run
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
 
@@ -176,6 +176,10 @@ class FreezingUpdate(gate.GatedUpdate):
 class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     """The transformation that ``scheduled_freeze`` returns."""
 
+    def __repr__(self) -> str:
+        freezing = self.freezing
+        return f"scheduled_freeze(groups={freezing.groups!r}, schedule={freezing.schedule!r})"
+
     @property
     def freezing(self) -> Freezing:
         """Return the arguments of ``scheduled_freeze``."""
@@ -280,9 +284,10 @@ def scheduled_freeze(
     The schedule counts applied steps, so the depth changes only when an accumulation window closes.
     If a loss scaler skips a step, the next step has the same depth.
 
-    Without a schedule, ``scheduled_freeze(inner, mask)`` trains the leaves that a mask marks, in
-    the complete run: ``chain(inner, masked(set_to_zero(), not_mask))`` without the backward pass,
-    the state and the reductions of frozen leaves.
+    Without a schedule, ``scheduled_freeze(inner, mask)`` trains only the leaves that the mask
+    marks, in the complete run. The params are those of ``optax.chain(inner,
+    optax.masked(optax.set_to_zero(), not_mask))``, but frozen leaves have no gradients, no state
+    and no reductions.
 
     Args:
       inner: the optimizer with its gates and reductions; its state must have a separate array per
@@ -290,11 +295,16 @@ def scheduled_freeze(
       groups: the result of ``prefix_groups``, ``param_groups`` or ``mindspore_groups``; any tree of
         integers 0, 1, ... like the params, or a prefix of such a tree; a function ``(path, leaf) ->
         group``; or a list with a pattern of paths, or a list of patterns, for each group. Leaves
-        without a match form one more group.
+        without a match form one more group. Without a schedule, ``groups`` is the mask of the
+        leaves that train: bools or the words ``"train"`` and ``"freeze"``, in a tree like the
+        params or a prefix of such a tree; a function ``(path, leaf) -> bool``; a function of the
+        params that returns a mask; or a list of patterns of the paths that train.
       schedule: the result of ``freeze_schedule``; a function from the step, a Python int, to the
         depth, evaluated for 65536 steps (``freeze_schedule(f, total_steps=)`` allows more); a
         sequence of depths; or one depth, at which all earlier groups are frozen permanently, and
         have no moments.
+      frozen: a mask in the same forms, in which True, or a pattern, marks the frozen leaves, as in
+        ``optax.freeze(mask)`` and ``optax.masked(optax.set_to_zero(), mask)``.
       moments: ``"per_group"`` stores an optimizer state for each depth, as MindSpore does. The
         counters and moments of a depth change only in steps of that depth, but the optimizer's
         schedules count all steps of the run, as MindSpore's lists of rates do. Do not use
@@ -334,11 +344,7 @@ def scheduled_freeze(
     tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "moments", moments, Moments, "'shared' stores one state for all depths.")
     if schedule is None or frozen is not None:
-        is_valid = (groups is None) != (frozen is None) and schedule is None
-        hint = "Pass a mask, or frozen=, or groups and a schedule."
-        allowed = "given without frozen= and a schedule, or left out"
-        checks.require(is_valid, _WHO, "groups", groups, allowed, hint)
-        groups, schedule = Mask(groups if frozen is None else frozen, trains=frozen is None), 1
+        groups, schedule = for_a_run(_WHO, groups, frozen, schedule), 1
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 
