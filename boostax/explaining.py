@@ -149,7 +149,8 @@ def _what(part: parts.Part, params: PyTree) -> str:
         return part.what
     active = plan.active(plan.drawn[0])
     leaves = [name for name, trains in trees.named(active) if trains]
-    return f"Train only {groups.few(leaves)} ({len(leaves)} of {len(trees.names(active))} leaves)"
+    shown = groups.few(leaves) or "nothing"
+    return f"Train only {shown} ({len(leaves)} of {len(trees.names(active))} leaves)"
 
 
 def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree) -> list[Finding]:

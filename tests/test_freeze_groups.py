@@ -608,6 +608,8 @@ def test_a_mask_freezes_as_optax_does_in_the_program_of_a_depth(name):
         boostax.make_train_step(squares, tx)
         for tx in (boostax.scheduled_freeze(adam, **MASKS[name]), by_depth)
     )
+    assert boostax.explain(step, WHOLE).parts[0].what == "Train only 'h/b', 'h/k' (2 of 4 leaves)"
+    assert repr(step.tx).startswith("scheduled_freeze(groups=Mask(mask=")
     state = step.init(jax.tree.map(jnp.copy, WHOLE))
     assert step.lower(state, X).as_text() == same.lower(state, X).as_text()
     tx = optax.chain(adam, optax.masked(optax.set_to_zero(), NOT))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of the params that train, in the forms that Optax and its users write."""
+"""Masks of the params that train."""
 
 import dataclasses
 import inspect

@@ -336,6 +336,17 @@ def scheduled_freeze(
       ...   w, state = boostax.apply_gradients(tx, grads, state, w)
       >>> float(w["a"]), float(w["b"])
       (-1.0, -2.0)
+      >>> # A thaw: "a" trains from step 100 on.
+      >>> thaw = boostax.scheduled_freeze(optax.adam(0.1), {"a": 0, "b": 1}, lambda i: int(i < 100))
+      >>> # Training by turns: each optimizer counts only its own steps.
+      >>> mask = {"a": True, "b": False}
+      >>> turns = [boostax.scheduled_freeze(optax.adam(0.1), mask)]
+      >>> turns.append(boostax.scheduled_freeze(optax.adam(0.1), frozen=mask))
+      >>> states = [tx.init(w) for tx in turns]
+      >>> for i in (0, 1, 0, 1, 0):
+      ...   w, states[i] = boostax.apply_gradients(turns[i], grads, states[i], w)
+      >>> [int(state.inner_state[0].count) for state in states]
+      [3, 2]
 
     References:
       Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017. MindSpore 2.10,
