@@ -17,6 +17,7 @@ from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.groups import as_groups
 from boostax._core.trees import Pruning, path_name
 from boostax._core.types import PyTree
+from boostax.freeze.masks import Mask, for_a_run
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
 
@@ -73,7 +74,9 @@ class Freezing:
 
     def plan(self, params: PyTree) -> Plan:
         """Return the schedule for the groups of these params."""
-        labels = as_groups(_WHO, self.groups, params)
+        is_mask = isinstance(self.groups, Mask)
+        known = self.groups.labels if is_mask else functools.partial(as_groups, groups=self.groups)
+        labels = known(_WHO, params=params)
         return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
     def pruning(self, params: PyTree, depth: int) -> Pruning:
@@ -173,6 +176,10 @@ class FreezingUpdate(gate.GatedUpdate):
 class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     """The transformation that ``scheduled_freeze`` returns."""
 
+    def __repr__(self) -> str:
+        freezing = self.freezing
+        return f"scheduled_freeze(groups={freezing.groups!r}, schedule={freezing.schedule!r})"
+
     @property
     def freezing(self) -> Freezing:
         """Return the arguments of ``scheduled_freeze``."""
@@ -244,9 +251,10 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
 @checks.arguments
 def scheduled_freeze(
     inner: optax.GradientTransformation,
-    groups: PyTree,
-    schedule: Any,
+    groups: PyTree = None,
+    schedule: Any = None,
     *,
+    frozen: PyTree = None,
     moments: Moments = "shared",
     repeat: bool = False,
 ) -> ScheduledFreeze:
@@ -276,17 +284,27 @@ def scheduled_freeze(
     The schedule counts applied steps, so the depth changes only when an accumulation window closes.
     If a loss scaler skips a step, the next step has the same depth.
 
+    Without a schedule, ``scheduled_freeze(inner, mask)`` trains only the leaves that the mask
+    marks, in the complete run. The params are those of ``optax.chain(inner,
+    optax.masked(optax.set_to_zero(), not_mask))``, but frozen leaves have no gradients, no state
+    and no reductions.
+
     Args:
       inner: the optimizer with its gates and reductions; its state must have a separate array per
         leaf.
       groups: the result of ``prefix_groups``, ``param_groups`` or ``mindspore_groups``; any tree of
         integers 0, 1, ... like the params, or a prefix of such a tree; a function ``(path, leaf) ->
         group``; or a list with a pattern of paths, or a list of patterns, for each group. Leaves
-        without a match form one more group.
+        without a match form one more group. Without a schedule, ``groups`` is the mask of the
+        leaves that train: bools or the words ``"train"`` and ``"freeze"``, in a tree like the
+        params or a prefix of such a tree; a function ``(path, leaf) -> bool``; a function of the
+        params that returns a mask; or a list of patterns of the paths that train.
       schedule: the result of ``freeze_schedule``; a function from the step, a Python int, to the
         depth, evaluated for 65536 steps (``freeze_schedule(f, total_steps=)`` allows more); a
         sequence of depths; or one depth, at which all earlier groups are frozen permanently, and
         have no moments.
+      frozen: a mask in the same forms, in which True, or a pattern, marks the frozen leaves, as in
+        ``optax.freeze(mask)`` and ``optax.masked(optax.set_to_zero(), mask)``.
       moments: ``"per_group"`` stores an optimizer state for each depth, as MindSpore does. The
         counters and moments of a depth change only in steps of that depth, but the optimizer's
         schedules count all steps of the run, as MindSpore's lists of rates do. Do not use
@@ -318,6 +336,17 @@ def scheduled_freeze(
       ...   w, state = boostax.apply_gradients(tx, grads, state, w)
       >>> float(w["a"]), float(w["b"])
       (-1.0, -2.0)
+      >>> # A thaw: "a" trains from step 100 on.
+      >>> thaw = boostax.scheduled_freeze(optax.adam(0.1), {"a": 0, "b": 1}, lambda i: int(i < 100))
+      >>> # Training by turns: each optimizer counts only its own steps.
+      >>> mask = {"a": True, "b": False}
+      >>> turns = [boostax.scheduled_freeze(optax.adam(0.1), mask)]
+      >>> turns.append(boostax.scheduled_freeze(optax.adam(0.1), frozen=mask))
+      >>> states = [tx.init(w) for tx in turns]
+      >>> for i in (0, 1, 0, 1, 0):
+      ...   w, states[i] = boostax.apply_gradients(turns[i], grads, states[i], w)
+      >>> [int(state.inner_state[0].count) for state in states]
+      [3, 2]
 
     References:
       Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017. MindSpore 2.10,
@@ -325,6 +354,8 @@ def scheduled_freeze(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "moments", moments, Moments, "'shared' stores one state for all depths.")
+    if schedule is None or frozen is not None:
+        groups, schedule = for_a_run(_WHO, groups, frozen, schedule), 1
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 
