@@ -485,7 +485,8 @@ def test_what_does_not_fit_is_refused():
 
 def test_a_schedule_shorter_than_the_run_is_an_error_and_not_silent():
     tx = boostax.scheduled_freeze(adamw(), GROUPS, [0, 1])
-    with pytest.raises(ValueError, match=r"at least as long as the run, got a schedule of 2 steps for"):
+    too_short = "at least as long as the run, got a schedule of 2 steps for a longer run"
+    with pytest.raises(ValueError, match=too_short):
         list(run(tx, 3))
     # Depths may come from an iterator.
     tx = boostax.scheduled_freeze(adamw(), GROUPS, iter([0, 1]), repeat=True)
