@@ -64,6 +64,16 @@ def reduced(op="mean"):
     return optax.chain(boostax.all_reduce(AXIS, op=op), optax.sgd(1e-2, 0.9))
 
 
+def by_loss(op="mean"):
+    """Steps of the length of the loss."""
+
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda g: jnp.full_like(g, -0.1 * value), updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    return optax.chain(boostax.all_reduce(AXIS, op=op), tx)
+
+
 def window(inner, **options):
     return boostax.accumulate(inner, scheduled, axis_name=AXIS, **options)
 
@@ -85,6 +95,9 @@ REPLICAS = {
     "mean, in shards": (mean_loss, lambda: window(reduced(), sums="sharded"), {}),
     "by weight, in shards": (token_loss, lambda: weighed(scaled(reduced()), sums="sharded"), ZERO),
     "before a sum": (sum_loss, lambda: window(scaled(reduced("sum"))), {}),
+    "mean of losses, before a sum": (mean_loss, lambda: window(by_loss("sum")), {}),
+    "losses by weight": (token_loss, lambda: weighed(by_loss()), {"has_aux": True}),
+    "losses, in shards": (token_loss, lambda: weighed(by_loss(), sums="sharded"), ZERO),
     "sum before a sum": (sum_loss, lambda: window(reduced("sum"), normalize="sum"), {}),
 }
 
