@@ -238,6 +238,19 @@ def test_a_state_keeps_its_dtypes_in_a_step(mesh, of, policy, count):
     chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
 
 
+@pytest.mark.parametrize("how", [{"mesh": True}, {"microbatches": 2}])
+def test_a_mask_of_the_rows_belongs_in_the_batch(mesh, how):
+    """Defect guarded against: every replica and micro-batch got the mask of all rows."""
+    tx = optax.chain(boostax.all_reduce(), optax.sgd(0.1)) if "mesh" in how else optax.sgd(0.1)
+    loss = lambda p, x, mask: jnp.mean(p["w"]) * x.mean() * mask.mean()  # noqa: E731
+    step = boostax.make_train_step(loss, tx, **how | ({"mesh": mesh} if "mesh" in how else {}))
+    with pytest.raises(
+        ValueError, match=r"mask must be without .* got \(16,\)\. Pass values of rows"
+    ):
+        step(step.init(PARAMS), np.ones((16, 4)), mask=np.ones(16))
+    step(step.init(PARAMS), np.ones((16, 4)), mask=np.ones((1, 16)))
+
+
 def test_value_and_grad_is_jax_value_and_grad_without_a_scaler():
     batch = token_batch(16)
     loss, grads = boostax.value_and_grad(plain_loss)(PARAMS, (), batch)
