@@ -214,13 +214,14 @@ def require_shapes(who: str, what: str, got: PyTree, like: PyTree, hint: str) ->
 
 
 def require_unsplit(who: str, kwargs: PyTree, batch: PyTree, count: Any, on_mesh: bool) -> None:
-    """Refuse keywords with a value for each row of a batch that is split by rows."""
+    """Refuse keywords that are arrays of values of a batch's rows, if the rows are split."""
     leaves = jax.tree.leaves(batch) if on_mesh or count != 1 else []
     rows = {jnp.shape(x)[count == "stacked" :][:1] for x in leaves} - {()}
-    hint = "Pass values of rows with the batch, (batch, mask), and other values as x[None]."
-    for name, x in named({k: x for k, x in kwargs.items() if k not in ("key", "model_state")}):
+    hint = "Pass values of rows with the batch, (batch, mask), and other values in a dict."
+    for name, x in kwargs.items():
+        is_valid = name in ("key", "model_state") or getattr(x, "shape", ())[:1] not in rows
         allowed = "without the first dimension of the batch's rows, which are split"
-        checks.require(jnp.shape(x)[:1] not in rows, who, name, jnp.shape(x), allowed, hint)
+        checks.require(is_valid, who, name, getattr(x, "shape", ()), allowed, hint)
 
 
 def state_nodes(tree: PyTree) -> list[PyTree]:

@@ -230,13 +230,11 @@ def _following(
     return ScheduledFreezeState(steps, now, coming, trained, inner_state)
 
 
-def _resting(
-    change: Callable[[ScheduledFreezeState], Stepped], state: ScheduledFreezeState
-) -> Stepped:
-    """Return the results of ``change``, but the old state of each part of a partition that rests.
+def _resting(change: Callable[..., Stepped], state: ScheduledFreezeState) -> Stepped:
+    """Return the results of ``change``, with old states of parts of a partition without leaves.
 
-    A part of ``optax.partition`` rests if the part has no moments, and no result depends on its
-    counts. Then the part has no active leaf.
+    A part of ``optax.partition`` has no active leaf if the part has no moments, and no result
+    depends on the part's counts.
     """
     leaves, tree = jax.tree.flatten(state.inner_state)
     numbered = trees.find(tree.unflatten(range(len(leaves))), optax.PartitionState)
