@@ -530,9 +530,9 @@ class Programs:
             # An overflow in the forward pass also reaches the model's statistics. So the old
             # statistics remain if the step is skipped, or if new statistics are not finite.
             keep = outermost_passed(opt_state) & all_finite(aux.model_state)
-            choose = functools.partial(jnp.where, keep)
-            model_state = jax.tree.map(choose, aux.model_state, model_state)
-        state = TrainState(optax.safe_increment(step), params, opt_state, model_state, state.key)
+            model_state = jax.tree.map(lambda *x: jnp.where(keep, *x), aux.model_state, model_state)
+        steps: PyTree = optax.safe_increment(step)
+        new_state = TrainState(steps, params, opt_state, model_state, state.key)
         # Without a gate, every call is applied.
         reported = {"loss": loss, "applied": jnp.asarray(True), **metrics(opt_state)}
         of_loss = {name or "aux": x for name, x in trees.named(aux.metrics)} | aux.means
@@ -540,7 +540,7 @@ class Programs:
             allowed = "named differently from the scalars of a step"
             hint = f"Use {name + '_of_mine'!r}; a step reports {', '.join(sorted(reported))}."
             raise ValueError(checks.message("make_train_step", "metrics", allowed, name, hint))
-        return state, of_loss | reported
+        return new_state, of_loss | reported
 
     def _gradients(
         self, params: PyTree, opt_state: PyTree, batch: PyTree, active: PyTree, kwargs: PyTree
