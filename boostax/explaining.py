@@ -138,6 +138,8 @@ def explain(
             jax.eval_shape(chain.init, params)
     rows = parts.rows(parts.read(chain))
     described = (_Part(x.part.name, len(x.holders), x.role, _what(x.part, params)) for x in rows)
+    trained = params.params if isinstance(params, TrainState) else params
+    listed += findings.decays(chain, trained)
     return Explanation(tuple(described), (*findings.findings(rows, step), *listed))
 
 

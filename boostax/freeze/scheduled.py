@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, gate, handshake, protocols, replicas, trees
+from boostax._core import checks, gate, handshake, interpret, protocols, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.groups import as_groups
 from boostax._core.trees import Pruning, path_name
@@ -146,7 +146,8 @@ class Freezing:
             active = trees.masked(value, plan.active(at))
             # The counts in this depth's state did not advance in steps of other depths.
             now = inner if self.moments == "shared" else _at_step(inner, state.steps)
-            branch = functools.partial(change, at, active, state._replace(inner_state=now))
+            known = functools.partial(change, at, active)
+            branch = functools.partial(_resting, known, state._replace(inner_state=now))
             if len(depths) == 1:
                 changed, new = branch()
             else:
@@ -236,6 +237,33 @@ def _following(
     return ScheduledFreezeState(steps, now, coming, trained, inner_state)
 
 
+def _resting(change: Callable[..., Stepped], state: ScheduledFreezeState) -> Stepped:
+    """Return the results of ``change``, with old states of parts of a partition without leaves.
+
+    A part of ``optax.partition`` has no active leaf if the part has no moments, and no result
+    depends on the part's counts.
+    """
+    leaves, tree = jax.tree.flatten(state.inner_state)
+    numbered = trees.find(tree.unflatten(range(len(leaves))), optax.PartitionState)
+    if not numbered:
+        return change(state)
+
+    def step(leaves: list[jax.Array]) -> Stepped:
+        return change(state._replace(inner_state=tree.unflatten(leaves)))
+
+    traced = trees.Replay(*jax.make_jaxpr(step, return_shape=True)(leaves))
+    none, numbers = frozenset[int](), [frozenset([i]) for i in range(len(leaves))]
+    facts = interpret.flow(traced.program, numbers, None, lambda x: none.union(*x), none)
+    value, new = traced(leaves)
+    read = none.union(*facts[: len(jax.tree.leaves(value))])
+    unread = {i for i, x in enumerate(leaves) if not (x.ndim and trees.is_inexact(x.dtype))} - read
+    parts = [{*jax.tree.leaves(x)} for y in numbered for x in y.inner_states.values()]
+    resting = {i for part in parts if part <= unread for i in part}
+    changed = enumerate(jax.tree.leaves(new.inner_state))
+    inner = tree.unflatten([leaves[i] if i in resting else x for i, x in changed])
+    return value, new._replace(inner_state=inner)
+
+
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of Optax's schedules, in the state of one depth, to the steps of the run."""
     # The states of ``optax.scale_by_schedule``, ``optax.add_decayed_weights`` and
@@ -264,7 +292,8 @@ def scheduled_freeze(
     moments, accumulated gradients and residuals stay unchanged bit for bit. ``inner`` receives an
     ``optax.MaskedNode`` for each frozen leaf, so frozen leaves take no part in clipping, weight
     decay, checks of finiteness and reductions. A later step of smaller depth trains these leaves
-    again, from the values before the freeze.
+    again, from the values before the freeze. The state of a part of ``optax.partition`` stays
+    unchanged, counts included, in steps that train none of the part's leaves.
 
     Put ``scheduled_freeze`` around scalers and windows, and put ``average_params`` and ``on_mesh``
     around ``scheduled_freeze``. ``make_train_step`` compiles one step for each depth that the

@@ -69,7 +69,7 @@ def of_chain(
       opt_state: the state in a loop, for which each warning is given once; or ``None``.
     """
     structure = None if opt_state is None else jax.tree.structure(opt_state)
-    report(who, "tx", read(tx, names)[0], structure)
+    report(who, "tx", [*read(tx, names)[0], *decays(tx, opt_state)], structure)
 
 
 def of_state(who: str, opt_state: PyTree) -> None:
@@ -236,6 +236,14 @@ def scales(tx: optax.GradientTransformation) -> bool:
     parts = rows(chain.read(tx))
     scaler = any(x.role == "scaler" and x.part.settings.get("asks", True) for x in parts)
     return scaler and all(x.role != "carry" for x in parts)
+
+
+def decays(tx: optax.GradientTransformation, tree: PyTree) -> Iterator[Finding]:
+    """Yield decays of Flax's running statistics, if the params, or moments of them, have any."""
+    if "'batch_stats'" in str(jax.tree.structure(tree)):
+        for row in rows(chain.read(tx)):
+            if row.role == "decay" and not row.masks and row.part.settings.get("weight_decay") != 0:
+                yield finding("decays_statistics", name=row.part.name)
 
 
 def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:

@@ -97,10 +97,8 @@ def _part(update: Callable[..., object]) -> Part:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
         return Part(description.name, "", description.what, description, values, inner)
-    if isinstance(update, functools.partial):
-        return _part(update.func)
-    if isinstance(update, jax.stages.Wrapped):  # by jax.jit
-        return _part(inspect.unwrap(update))
+    if isinstance(update, functools.partial | jax.stages.Wrapped):  # by jax.jit
+        return _part(getattr(update, "func", None) or inspect.unwrap(update))
     owner = getattr(update, "__self__", None)
     values = closure(update) if owner is None else dict(getattr(owner, "__dict__", {}))
     kind = owner if isinstance(owner, type) else type(owner)
@@ -126,10 +124,8 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
     try:
         if name == "chain":
             return tuple(map(_part, values["update_fns"]))
-        if name == "named_chain":
-            return tuple(read(tx) for _, tx in values["transforms"])
-        if name == "partition":
-            return tuple(map(read, values["transforms"].values()))
+        if name in ("named_chain", "partition"):
+            return tuple(map(read, dict(values["transforms"]).values()))
     except KeyError:  # This version of Optax uses another name for the parts.
         return (_HIDDEN,)
     inside = [_injected(values)] if name == "inject_hyperparams" else values.values()
@@ -187,9 +183,8 @@ def role(part: Part) -> str:
         return UNKNOWN
     if part.name == "inject_hyperparams" and part.inner:
         return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
-    default = "moments" if part.name.startswith("scale_by_") else UNKNOWN
     roles = (role for role, names in table()["optax"].items() if part.name in names.split())
-    return next(roles, default)
+    return next(roles, "moments" if part.name.startswith("scale_by_") else UNKNOWN)
 
 
 def sign(part: Part) -> float:
