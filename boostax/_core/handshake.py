@@ -164,7 +164,17 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
 
 def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     leaves, constants = _recorded(grads), {x.val for x in _recorded(params)}
-    eqns, backward, free = _between(leaves, constants)
+    # Only a refusal needs the slow look into the equations that contain a backward pass.
+    return all(_has_other_degree(leaves, constants, by_result) for by_result in (False, True))
+
+
+def _has_other_degree(leaves: list[Any], constants: set[Any], by_result: bool) -> bool:
+    """Return whether a leaf is certainly not of degree 1.
+
+    With ``by_result``, a result of an equation that contains a backward pass, such as the weight of
+    a loss that a ``shard_map`` returns with the gradients, may be independent of this pass.
+    """
+    eqns, backward, free = _between(leaves, constants, by_result)
     changed = set(backward)
     for eqn in eqns:
         if any(x in changed for x in eqn.invars if isinstance(x, jaxprs.Var)):
@@ -195,8 +205,22 @@ def _is_backward(eqn: Any) -> bool:
     return any(x.name == "transpose" for stack in stacks for x in stack)
 
 
+def _depends(eqn: jaxprs.JaxprEqn, result: Any) -> bool:
+    """Return whether a result of an equation is computed by a backward pass in the equation."""
+    if any(x.name == "transpose" for x in getattr(eqn.source_info.name_stack, "stack", ())):
+        return True
+
+    def transfer(inner: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
+        return [any(depends) or _is_backward(inner)] * len(inner.outvars)
+
+    inputs = [x for x in eqn.invars if isinstance(x, jaxprs.Var)]
+    program = interpret.excerpt(inputs, eqn.outvars, [eqn])
+    results = interpret.flow(program, [False] * len(inputs), transfer, any, nothing=False)
+    return dict(zip(eqn.outvars, results, strict=True))[result]
+
+
 def _between(
-    leaves: list[Any], constants: set[Any]
+    leaves: list[Any], constants: set[Any], by_result: bool
 ) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[Any]]:
     """Return the equations after the backward pass, the results of this pass, and other inputs."""
     eqns: list[jaxprs.JaxprEqn] = []
@@ -211,7 +235,10 @@ def _between(
         if is_done:
             eqns.append(interpret.of_trace(eqn))
         elif eqn is None or tracer.val in constants or _is_backward(eqn):
-            inputs.setdefault(tracer.val, eqn is not None and tracer.val not in constants)
+            is_input = eqn is None or tracer.val in constants
+            is_first = not is_input and tracer.val not in inputs and by_result
+            depends = not is_first or _depends(interpret.of_trace(eqn), tracer.val)
+            inputs.setdefault(tracer.val, not is_input and depends)
         elif id(eqn) not in seen:
             seen.add(id(eqn))
             stack += [(tracer, True), *((x, False) for x in eqn.in_tracers)]
