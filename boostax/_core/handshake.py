@@ -205,18 +205,25 @@ def _is_backward(eqn: Any) -> bool:
     return any(x.name == "transpose" for stack in stacks for x in stack)
 
 
-def _depends(eqn: jaxprs.JaxprEqn, result: Any) -> bool:
-    """Return whether a result of an equation is computed by a backward pass in the equation."""
-    if any(x.name == "transpose" for x in getattr(eqn.source_info.name_stack, "stack", ())):
-        return True
+def _backward_results(eqn: Any, by_result: bool) -> dict[Any, bool]:
+    """Return whether a backward pass in the equation computes each result; empty without one.
+
+    Without ``by_result``, all results of an equation that contains a backward pass are True.
+    """
+    stack = getattr(eqn.source_info.name_stack, "stack", ())
+    if not _is_backward(eqn):
+        return {}
+    if not by_result or any(x.name == "transpose" for x in stack):
+        return dict.fromkeys(eqn.outvars, True)
 
     def transfer(inner: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
         return [any(depends) or _is_backward(inner)] * len(inner.outvars)
 
-    inputs = [x for x in eqn.invars if isinstance(x, jaxprs.Var)]
-    program = interpret.excerpt(inputs, eqn.outvars, [eqn])
+    recorded = interpret.of_trace(eqn)
+    inputs = [x for x in recorded.invars if isinstance(x, jaxprs.Var)]
+    program = interpret.excerpt(inputs, recorded.outvars, [recorded])
     results = interpret.flow(program, [False] * len(inputs), transfer, any, nothing=False)
-    return dict(zip(eqn.outvars, results, strict=True))[result]
+    return dict(zip(recorded.outvars, results, strict=True))
 
 
 def _between(
@@ -225,6 +232,8 @@ def _between(
     """Return the equations after the backward pass, the results of this pass, and other inputs."""
     eqns: list[jaxprs.JaxprEqn] = []
     inputs: dict[Any, bool] = {}
+    # A backward pass is long, and has many results, so each equation is read once.
+    results: dict[int, dict[Any, bool]] = {}
     seen: set[int] = set()
     stack = [(x, False) for x in reversed(leaves)]
     while stack:
@@ -232,13 +241,14 @@ def _between(
         eqn = tracer.parent
         if isinstance(tracer.val, jaxprs.Literal):
             continue
+        if eqn is not None and id(eqn) not in results:
+            results[id(eqn)] = _backward_results(eqn, by_result)
         if is_done:
             eqns.append(interpret.of_trace(eqn))
-        elif eqn is None or tracer.val in constants or _is_backward(eqn):
-            is_input = eqn is None or tracer.val in constants
-            is_first = not is_input and tracer.val not in inputs and by_result
-            depends = not is_first or _depends(interpret.of_trace(eqn), tracer.val)
-            inputs.setdefault(tracer.val, not is_input and depends)
+        elif eqn is None or tracer.val in constants:
+            inputs[tracer.val] = False
+        elif results[id(eqn)]:
+            inputs[tracer.val] = results[id(eqn)][tracer.val]
         elif id(eqn) not in seen:
             seen.add(id(eqn))
             stack += [(tracer, True), *((x, False) for x in eqn.in_tracers)]
