@@ -3,6 +3,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -27,17 +28,18 @@ class Mask:
 
     def labels(self, who: str, params: PyTree) -> groups.Labels:
         """Return group 0 for each frozen leaf, and group 1 for each leaf that trains."""
-        mask, treedef = self.mask, jax.tree.structure(params)
+        mask: PyTree = self.mask
+        treedef = jax.tree.structure(params)
         # An Equinox module is also callable, but it is a tree and not a single leaf.
-        if callable(mask) and jax.tree_util.all_leaves([mask]):
-            if len(inspect.signature(mask).parameters) == 1:
-                mask = mask(params)
-            else:
-                mask = treedef.unflatten([mask(name, x) for name, x in trees.named(params)])
+        if callable(self.mask) and jax.tree_util.all_leaves([self.mask]):
+            fn: Callable[..., PyTree] = self.mask
+            by_leaf = len(inspect.signature(fn).parameters) > 1
+            labels = [fn(name, x) for name, x in trees.named(params)] if by_leaf else ()
+            mask = treedef.unflatten(labels) if by_leaf else fn(params)
         is_listed = isinstance(mask, list | tuple) and all(isinstance(x, str) for x in mask)
         if is_listed and not {*mask} <= _WORDS.keys():
             matched = jax.tree.leaves(groups.as_groups(who, [[*mask]], params).tree)
-            values = [number == 0 for number in matched]
+            values: list[PyTree] = [number == 0 for number in matched]
         else:
             values = groups.spread(who, mask, params)
         hint = "True trains a leaf. For groups of integers, pass a schedule: 1 freezes group 0."
@@ -46,7 +48,7 @@ class Mask:
             allowed = "bools, or the words 'train' and 'freeze'"
             checks.require(is_valid, who, "mask", value, allowed, hint)
         # A word means the same in both arguments.
-        numbers = [int(_WORDS.get(x, x == self.trains)) for x in values]
+        numbers = [1 if _WORDS.get(x, x == self.trains) else 0 for x in values]
         return groups.Labels(treedef.unflatten(numbers), 2)
 
 

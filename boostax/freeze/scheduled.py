@@ -178,8 +178,7 @@ class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     """The transformation that ``scheduled_freeze`` returns."""
 
     def __repr__(self) -> str:
-        freezing = self.freezing
-        return f"scheduled_freeze(groups={freezing.groups!r}, schedule={freezing.schedule!r})"
+        return f"scheduled_freeze(groups={self.freezing.groups!r})"
 
     @property
     def freezing(self) -> Freezing:
