@@ -32,8 +32,7 @@ def optimizer_only(window: int, rounds: int) -> tuple[list[dict[str, Any]], list
         given = p, tx.init(p), g
         made[f"{name}, apply_gradients"] = compiled_form(by_apply(tx), *given, calls=window)
         made[f"{name}, update"] = compiled_form(by_update(tx), *given, calls=window)
-    times = paired(made, rounds)
-    rows = beside(made, times, "window / MultiSteps", "optax.MultiSteps", nbytes(p))
+    rows = beside(made, paired(made, rounds), "window / MultiSteps", "optax.MultiSteps", nbytes(p))
     bars = []
     for row in rows[1:]:
         applied = row["form"].endswith("apply_gradients")
@@ -54,8 +53,7 @@ def two_jits(window: int, rows: int) -> Form:
         return jax.tree.map(jnp.add, acc, g), value
 
     def apply(p: PyTree, state: Any, acc: PyTree) -> tuple[PyTree, Any, PyTree]:
-        mean = jax.tree.map(lambda a: a * (1.0 / window), acc)
-        updates, state = ADAM.update(mean, state, p)
+        updates, state = ADAM.update(jax.tree.map(lambda a: a * (1.0 / window), acc), state, p)
         return optax.apply_updates(p, updates), state, jax.tree.map(jnp.zeros_like, acc)
 
     add_jit = jax.jit(add, donate_argnums=0)
@@ -112,8 +110,7 @@ def microbatches(count: int, total: int, rounds: int) -> tuple[list[dict[str, An
 
     def masked(p: PyTree, data: PyTree) -> tuple[jax.Array, boostax.Aux]:
         weight = data["weight"].sum()
-        value = loss(p, {"x": data["x"], "y": data["y"]})
-        return value, boostax.Aux(weight=weight)
+        return loss(p, {"x": data["x"], "y": data["y"]}), boostax.Aux(weight=weight)
 
     oracle, mean = jax.value_and_grad(loss), optax.microbatching.AccumulationType.MEAN
     forms: dict[str, Any] = {
@@ -136,8 +133,7 @@ def microbatches(count: int, total: int, rounds: int) -> tuple[list[dict[str, An
     column = f"time / {base}"
     rows = beside(made, times, column, base, nbytes(p))
     claim = f"{count} micro-batches of {total} rows"
-    bars = [Bar(f"{claim}, {row['form']}: {column}", row[column], 1.05) for row in rows[1:]]
-    return rows, bars
+    return rows, [Bar(f"{claim}, {row['form']}: {column}", row[column], 1.05) for row in rows[1:]]
 
 
 def main() -> None:

@@ -39,8 +39,7 @@ def exchange_alone(leaves: Leaves) -> Leaves:
     """What AdaSum sends, all at once, with the rows no more than added up: a sum."""
     rows = jnp.concatenate([x.reshape(DEVICES, -1) for x in leaves], 1)
     rows = lax.all_to_all(rows, AXIS, 0, 0)
-    summed = functools.reduce(operator.add, rows)
-    whole = lax.all_gather(summed, AXIS)
+    whole = lax.all_gather(functools.reduce(operator.add, rows), AXIS)
     return [x.reshape(-1) for x in _split(whole, [x.size // DEVICES for x in leaves])]
 
 

@@ -113,8 +113,7 @@ def run(programs: Programs, workload: Workload, seed: int) -> dict[str, list[Jud
         state: Any = programs.tx.init(params)
         for index in range(steps):
             if name == CONSTANT and index == steps - FINISH * TOGETHER:
-                end = finished(programs, workload, params, state)
-                found[FINISHED].append(judge(end, peak))
+                found[FINISHED].append(judge(finished(programs, workload, params, state), peak))
             done = index / steps
             rate = jnp.float32(peak * min(1.0, done / WARM_UP) * schedule(done))
             params, state = programs.step(params, state, workload.batch(index), rate)

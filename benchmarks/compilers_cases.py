@@ -132,8 +132,7 @@ def decoder(
 
     def normed(x, weight):
         if explicit(x):
-            rows = jnp.broadcast_to(weight, (len(x), 1, width))
-            weight = reshard(rows, jax.typeof(x).sharding)
+            weight = reshard(jnp.broadcast_to(weight, (len(x), 1, width)), jax.typeof(x).sharding)
         wide = x.astype(jnp.float32)
         return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * weight).astype(
             x.dtype
@@ -144,8 +143,7 @@ def decoder(
         y = normed(x, weights["norm1"])
         split = lambda z: z.reshape(*z.shape[:2], heads, width // heads)  # noqa: E731
         q, k, v = (split(y @ low[name]) for name in "qkv")
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + attended.reshape(x.shape) @ low["o"]
+        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ low["o"]
         y = normed(x, weights["norm2"])
         return x + jax.nn.gelu(y @ low["up"]) @ low["down"], None
 

@@ -187,8 +187,7 @@ def main() -> None:
             }
 
         words = each(on_both(), options.seeds, on_text=True)
-        digits = each(on_digits(), options.digits_seeds, on_text=False)()
-        publish(digits, words())
+        publish(each(on_digits(), options.digits_seeds, on_text=False)(), words())
 
 
 if __name__ == "__main__":

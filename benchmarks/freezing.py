@@ -47,8 +47,7 @@ def task(width: int, rows: int) -> Task:
     """The transformer that wide, with so many rows in a batch."""
     made = text(dataclasses.replace(CONFIG, width=width, batch_size=rows))
     params = made.init(jax.random.key(0))
-    batch = jax.tree.map(jnp.asarray, made.batch(0))
-    return Task(made.loss_fn, params, batch)
+    return Task(made.loss_fn, params, jax.tree.map(jnp.asarray, made.batch(0)))
 
 
 def frozen(params: PyTree, depth: int) -> PyTree:
@@ -106,8 +105,7 @@ def by_hand(task: Task, depth: int) -> Program:
             params = jax.tree.map(lambda t, h: h if t is None else t, trained, held, is_leaf=none)
             return task.loss(params, batch)
 
-        grads = jax.grad(whole)(trained)
-        updates, state = tx.update(grads, state, trained)
+        updates, state = tx.update(jax.grad(whole)(trained), state, trained)
         return optax.apply_updates(trained, updates), state
 
     return program(step, trained, tx.init(trained), held, task.batch)

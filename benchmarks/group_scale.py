@@ -111,8 +111,7 @@ def trained(variant: Variant, rate: float, seeds: int, steps: int) -> dict[str, 
     """A run of every seed: losses and accuracies at its end, skips and the final scales."""
     training, validation, test = data()
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 20, steps)
-    labels = list(range(DEPTH + 1))
-    tx = variant.wrap(optax.adam(schedule, eps=1e-20), labels)
+    tx = variant.wrap(optax.adam(schedule, eps=1e-20), list(range(DEPTH + 1)))
     step = make_step(variant, tx)
 
     def one(key: jax.Array) -> dict[str, jax.Array]:

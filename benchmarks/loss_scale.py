@@ -23,8 +23,7 @@ def jmp_step(p: PyTree, state: Any, g: PyTree) -> tuple[PyTree, Any]:
     g = scaler.unscale(g)
     finite = jmp.all_finite(g)
     updates, new_state = ADAM.update(g, opt_state, p)
-    new_p = optax.apply_updates(p, updates)
-    selected = jmp.select_tree(finite, (new_p, new_state), (p, opt_state))
+    selected = jmp.select_tree(finite, (optax.apply_updates(p, updates), new_state), (p, opt_state))
     return selected[0], (selected[1], scaler.adjust(finite))
 
 

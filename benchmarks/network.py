@@ -120,8 +120,7 @@ def plain(mesh: Any, batch: PyTree, *, by_hand: bool) -> tuple[Any, Any]:
     cut = lambda x: x.reshape(-1, SLICES, x.shape[-1]).swapaxes(0, 1)  # noqa: E731
 
     def local(params: PyTree, batch: PyTree) -> PyTree:
-        grads = scanned(params, jax.tree.map(cut, batch))
-        flat, unravel = ravel_pytree(grads)
+        flat, unravel = ravel_pytree(scanned(params, jax.tree.map(cut, batch)))
         return unravel(jax.lax.pmean(flat, "data"))
 
     def spread(params: PyTree, batch: PyTree) -> PyTree:
@@ -206,8 +205,7 @@ def host(index: int, hosts: int, job: dict[str, Any]) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"{ADDRESS}.1:{PORT}", hosts, index)
     mesh = jax.make_mesh((hosts,), (AXIS,), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, P(AXIS))
-    place = functools.partial(jax.make_array_from_process_local_data, rows)
+    place = functools.partial(jax.make_array_from_process_local_data, NamedSharding(mesh, P(AXIS)))
     work = WORKLOADS[job["work"]]()
     batch = jax.tree.map(place, work.batch(index))
     wait = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
@@ -369,8 +367,7 @@ def main() -> None:
         return
     rounds = arguments(__doc__, rounds=3).rounds
     require_links()
-    rates = ["20mbit", "100mbit", "1gbit", UNLIMITED]
-    rows = table(measured(4, list(LEAVES_FORMS), rates, rounds))
+    rows = table(measured(4, list(LEAVES_FORMS), ["20mbit", "100mbit", "1gbit", UNLIMITED], rounds))
     title = f"4 hosts, {LEAVES} leaves of {WIDTH} x {WIDTH}, {SLICES} micro-batches"
     report("network", "Steps on links of limited rates", [(title, rows)], bars_of(rows))
 

@@ -175,8 +175,7 @@ def main() -> None:
     path, key = work / "rows.jsonl", ("form", "steps", "seed", "rate")
 
     def run_all(cells: dict[tuple[Any, ...], list[tuple[int, float]]]) -> None:
-        jobs = harness.unfinished(path, key, cells)
-        harness.in_processes(runs, jobs, path, options.workers)
+        harness.in_processes(runs, harness.unfinished(path, key, cells), path, options.workers)
 
     run_all({(name, STEPS[0]): [(0, rate) for rate in RATES] for name in FORMS})
     best = {name: rate_of(harness.kept(path, *key), name) for name in FORMS}
@@ -185,8 +184,7 @@ def main() -> None:
     run_all({(MEAN, SHORT): runs_of(MEAN)})
     run_all({(name, n): runs_of(name) for name in FORMS for n in STEPS})
     found = harness.kept(path, *key)
-    rates = [*LINKS, network.UNLIMITED]
-    rows = network.measured(HOSTS, FORMS, rates, options.rounds, work="text")
+    rows = network.measured(HOSTS, FORMS, [*LINKS, network.UNLIMITED], options.rounds, work="text")
     publish(found, network.table(rows, MEAN), options.seeds)
 
 

@@ -36,8 +36,7 @@ def run(workload: Workload, scale: Any, seed: int, steps: int) -> dict[str, floa
     state = step.init(jax.jit(workload.init)(params_key))
     for index in range(steps):
         state, metrics = step(state, workload.batch(index))
-    found = workload.evaluate(state.params)
-    return {**found, "skipped": float(metrics.get("skipped", 0.0))}
+    return {**workload.evaluate(state.params), "skipped": float(metrics.get("skipped", 0.0))}
 
 
 def compare(make: Callable[[str, int], Workload], steps: int, seeds: int) -> Runs:
@@ -68,8 +67,7 @@ def vanished(scale: float) -> dict[str, float]:
     workload = digits(DigitsConfig(model="sigmoid", dtype="float16"))
     params = workload.init(jax.random.key(0))
     tx = boostax.static_loss_scale(optax.identity(), scale)
-    oracle = boostax.value_and_grad(workload.loss_fn)
-    _, grads = oracle(params, tx.init(params), workload.batch(0))
+    _, grads = boostax.value_and_grad(workload.loss_fn)(params, tx.init(params), workload.batch(0))
     return {name: float((grads[name]["kernel"] == 0).mean()) for name in sorted(grads)}
 
 

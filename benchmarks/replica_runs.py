@@ -104,8 +104,7 @@ def train(
 
     def measured(carry: PyTree, batch: PyTree) -> tuple[PyTree, tuple[jax.Array, jax.Array]]:
         carry, value = step(carry, batch)
-        unsent = boostax.metrics(carry[1]).get("unsent", jnp.float32(0))
-        return carry, (value, jnp.asarray(unsent))
+        return carry, (value, jnp.asarray(boostax.metrics(carry[1]).get("unsent", jnp.float32(0))))
 
     carry, (losses, unsent) = jax.lax.scan(measured, carry, batches)
     return params_of(carry), losses, unsent[-(len(unsent) // 4) :].mean()

@@ -112,8 +112,7 @@ def _text() -> Task:
         training, rest = SMALL.batches(seed, steps)
         return training, *SMALL.halves(rest)
 
-    rates = _powers(-9, -4)
-    return Task(5, rates, steps, SMALL.init, batches, SMALL.loss, SMALL.judge, warmed)
+    return Task(5, _powers(-9, -4), steps, SMALL.init, batches, SMALL.loss, SMALL.judge, warmed)
 
 
 def _digits() -> Task:
@@ -225,8 +224,7 @@ def main() -> None:
         for name, task in made.items()
         for form in FORMS
     }
-    jobs = harness.unfinished(path, key, cells)
-    harness.in_processes(runs, jobs, path, options.workers)
+    harness.in_processes(runs, harness.unfinished(path, key, cells), path, options.workers)
     found = harness.kept(path, *key)
     sections = [
         (f"{name}, AdamW, {task.steps} batches, {task.seeds} seeds", table(name, found))

@@ -51,8 +51,7 @@ def falling_rate(peak: float) -> optax.GradientTransformation:
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         del params
         rate = state.peak * (1 - state.steps / state.length)
-        scaled = jax.tree.map(lambda u: -rate * u, updates)
-        return scaled, state._replace(steps=state.steps + 1)
+        return jax.tree.map(lambda u: -rate * u, updates), state._replace(steps=state.steps + 1)
 
     return optax.GradientTransformation(init, update)
 

@@ -145,7 +145,9 @@ def explain(
         with axes.binding((axes.UNNAMED,)), axes.during(findings.IDLE, idle):
             jax.eval_shape(chain.init, params)
     rows = parts.rows(parts.read(chain))
-    described = (_Part(x.part.name, len(x.holders), x.role, x.part.what) for x in rows)
+    described = (_Part(x.part.name, len(x.holders), x.role, _what(x.part, params)) for x in rows)
+    trained = params.params if isinstance(params, TrainState) else params
+    listed += findings.decays(chain, trained)
     return Explanation(tuple(described), (*findings.findings(rows, step), *idle, *listed))
 
 
@@ -163,6 +165,18 @@ def _trace(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree) ->
         oracle = dataclasses.replace(step.oracle, watch=None)
         new = dataclasses.replace(step, oracle=oracle, _programs={})
         new.jaxpr(state, batch, depth=depth, **kwargs)
+
+
+def _what(part: parts.Part, params: PyTree) -> str:
+    """Return what a part does; for a freezing that never changes, with the leaves that train."""
+    freezing = part.settings.get("freezing")
+    plan = freezing and freezing.plan(getattr(params, "params", params))
+    if plan is None or len(plan.drawn) > 1:
+        return part.what
+    active = plan.active(plan.drawn[0])
+    leaves = [name for name, trains in trees.named(active) if trains]
+    shown = groups.few(leaves) or "nothing"
+    return f"Train only {shown} ({len(leaves)} of {len(trees.names(active))} leaves)"
 
 
 def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree) -> list[Finding]:

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from drawing import draws
 from flax import nnx, struct
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import P, lax
 
+import boostax
 from boostax._core import trees
 from boostax._core.groups import as_groups
 from boostax.freeze.groups import mindspore_groups, param_groups, prefix_groups
@@ -566,3 +568,62 @@ def test_fields_of_a_named_tuple_are_told_apart():
     as_dict = prefix_groups({"0": part, "1": part}, 4)
     assert jax.tree.leaves(prefix_groups(Pair(part, part), 4)) == jax.tree.leaves(as_dict)
     assert prefix_groups(Pair(jnp.ones(1), jnp.ones(1)), 2) == (0, 1)
+
+
+# Masks
+
+
+TRAINS = {"a": {"k": False, "b": False}, "h": {"k": True, "b": True}}
+WHOLE = {
+    "a": {"k": jnp.ones((4, 4)), "b": jnp.zeros(4)},
+    "h": {"k": jnp.ones(4), "b": jnp.zeros(())},
+}
+NOT = jax.tree.map(lambda x: not x, TRAINS)
+MASKS = {
+    "bools": {"groups": TRAINS},
+    "numpy": {"groups": jax.tree.map(np.bool_, TRAINS)},
+    "prefix": {"groups": {"a": False, "h": True}},
+    "words": {"groups": {"a": "freeze", "h": "train"}},
+    "patterns": {"groups": ["h"]},
+    "predicate": {"groups": lambda path, leaf: path.startswith("h/")},
+    "function": {"groups": lambda params: {name: name == "h" for name in params}},
+    "frozen": {"frozen": NOT},
+    "frozen words": {"frozen": {"a": "freeze", "h": "train"}},
+    "frozen patterns": {"frozen": ["a/k", "a/b"]},
+    "frozen predicate": {"frozen": lambda path, leaf: "a" in path},
+    "frozen function": {"frozen": lambda params: NOT},
+}
+
+
+def squares(params, x):
+    hidden = jnp.tanh(x @ params["a"]["k"] + params["a"]["b"])
+    return jnp.mean((hidden @ params["h"]["k"] + params["h"]["b"] - 1) ** 2)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_freezes_as_optax_does_in_the_program_of_a_depth(name):
+    adam = optax.adamw(1e-2)
+    by_depth = boostax.scheduled_freeze(adam, {"a": 0, "h": 1}, 1)
+    step, same = (
+        boostax.make_train_step(squares, tx)
+        for tx in (boostax.scheduled_freeze(adam, **MASKS[name]), by_depth)
+    )
+    assert boostax.explain(step, WHOLE).parts[0].what == "Train only 'h/b', 'h/k' (2 of 4 leaves)"
+    assert repr(step.tx).startswith("scheduled_freeze(groups=Mask(mask=")
+    state = step.init(jax.tree.map(jnp.copy, WHOLE))
+    assert step.lower(state, X).as_text() == same.lower(state, X).as_text()
+    tx = optax.chain(adam, optax.masked(optax.set_to_zero(), NOT))
+    params, opt_state = WHOLE, tx.init(WHOLE)
+    for _ in range(3):
+        state, _ = step(state, X)
+        updates, opt_state = tx.update(jax.grad(squares)(params, X), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state.params, params)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"groups": 0}, {"groups": {"a": "x", "h": True}}, {"groups": True, "frozen": True}]
+)
+def test_what_is_no_mask_is_refused(how):
+    with pytest.raises(ValueError, match=r"(mask|groups) must be .* got"):
+        boostax.scheduled_freeze(optax.sgd(1.0), **how).init(WHOLE)

@@ -101,7 +101,7 @@ SHARDED = {name: jax.P("data") for name in PARAMS}
 # A part, its params, the number of replicas, options of the step, and the report.
 CASES = {
     "distributed": (MUON, PARAMS, 2, {"shard_optimizer": True}, []),
-    "one replica": (MUON, PARAMS, 1, {}, ["matrices on every replica"]),
+    "one replica": (MUON, PARAMS, 1, {}, []),
     "a stack": (MUON, STACK, 2, {}, ["matrices on every replica"]),
     "shared": (MEAN, PARAMS | {"d": jnp.ones(3)}, 2, {"shard_optimizer": True}, []),
     "not divisible": (MEAN, ODD, 2, {"shard_optimizer": True}, ["a state on every replica"]),

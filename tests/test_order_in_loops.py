@@ -186,6 +186,17 @@ def test_a_nonlinear_rule_of_the_loss_is_no_change_after_the_backward_pass():
     jax.jit(step).lower(PARAMS, tx.init(PARAMS), X)
 
 
+def test_a_decay_of_running_statistics_is_reported_once():
+    params = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(3)}}
+    fn = lambda params, x: loss(params["params"], x)  # noqa: E731
+    for mask, count in ((None, 1), ({"params": True, "batch_stats": False}, 0)):
+        step = boostax.make_train_step(fn, optax.adamw(0.1, mask=mask))
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            step(step(step.init(params), X)[0], X)
+        assert all("on Flax's batch_stats: the running" in str(x.message) for x in caught)
+        assert len(boostax.explain(step, params).findings) == len(caught) == count
+
+
 def test_an_optimizer_on_a_mesh_and_of_nnx_check_their_chain_and_gradients():
     wrong = optax.chain(optax.clip(1.0), dynamic_loss_scale(optax.sgd(1.0)))
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -477,8 +477,7 @@ def record(runs: list[tuple[Case, dict[str, Any]]], folder: pathlib.Path) -> Non
     """Writes the golden files."""
     arrays: dict[str, np.ndarray] = dict(directions())
     for network in ("mlp", "resnet", "tiny"):
-        first = [x.ravel() for x in start(network).values()]
-        arrays[f"{network}_start"] = np.concatenate(first)
+        arrays[f"{network}_start"] = np.concatenate([x.ravel() for x in start(network).values()])
         arrays[f"{network}_x"], arrays[f"{network}_y"] = batches(network)
     programs: dict[str, dict[str, Any]] = {}
     named: dict[str, str] = {}

@@ -93,8 +93,7 @@ def of_mindspore(package: pathlib.Path) -> dict[str, dict]:
             names = exported(ast.parse((package / names).read_text()))
         for path in package.glob(pattern):
             found |= signatures(path.read_text(), names)
-    documents = keys((package / "boost" / "boost.py").read_text())
-    return {"mindspore": found, "keys": documents}
+    return {"mindspore": found, "keys": keys((package / "boost" / "boost.py").read_text())}
 
 
 if __name__ == "__main__":

@@ -74,8 +74,7 @@ def _load() -> tuple[Array, Array]:
     from sklearn.datasets import load_digits  # benchmarks on text alone go without
 
     data: Any = load_digits()
-    images = (data.images / 16).astype(np.float32)[..., None]
-    return images, data.target.astype(np.int32)
+    return (data.images / 16).astype(np.float32)[..., None], data.target.astype(np.int32)
 
 
 def _split(labels: Array) -> tuple[Array, Array]:

@@ -44,10 +44,8 @@ class Block(nn.Module):
         # Scaled before the product: float16 scores of long heads would overflow first.
         query = query * (query.shape[-1] ** -0.5)
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        scores = jnp.where(causal, scores, -jnp.inf)
-        mixing = jax.nn.softmax(scores).astype(self.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", mixing, value)
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(self.dtype), value)
         merge = nn.DenseGeneral(self.width, axis=(-2, -1), dtype=self.dtype, name="attention_out")
         stream = stream + merge(mixed)
 

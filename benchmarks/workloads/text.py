@@ -53,8 +53,7 @@ def text(config: TextConfig = TextConfig()) -> Workload:
       The `Workload`.
     """
     length, batch_size = config.sequence_length, config.batch_size
-    characters = corpus.read(config.max_chars)
-    training, held_out = corpus.split(characters, length, 0.05)
+    training, held_out = corpus.split(corpus.read(config.max_chars), length, 0.05)
     training, held_out = corpus.encode(training, held_out, _VOCABULARY)
     sizes = config.width, config.depth, config.heads
     model = CharacterTransformer(_VOCABULARY, length, *sizes, jnp.dtype(config.dtype))

@@ -11,8 +11,9 @@ replicas. ``value_fn`` and ``obj_fn`` are the loss as a function of the params. 
 only some params, or coordinates, passes inwards a function of those params or coordinates. ``grad``
 is the gradient of the loss, averaged over the replicas, with the same scale and projection as the
 gradients in the first argument. So a part that multiplies, masks or projects the gradients must do
-the same to ``grad``. A window over several calls does not pass on ``value_fn``, ``obj_fn`` or
-``grad``. ``carried`` contains the new values of the leaves of ``carry``, by path.
+the same to ``grad``. A window over several calls passes on the window's mean of ``value``, and does
+not pass on ``value_fn``, ``obj_fn`` or ``grad``. ``carried`` contains the new values of the leaves
+of ``carry``, by path.
 """
 
 import contextlib

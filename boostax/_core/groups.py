@@ -31,7 +31,7 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     names = trees.names(params)
     treedef = jax.tree.structure(params)
     if isinstance(groups, Labels):
-        tree = treedef.unflatten(_spread(who, groups.tree, params)) if names else params
+        tree = treedef.unflatten(spread(who, groups.tree, params)) if names else params
         return Labels(tree, groups.count)
     # An Equinox module is also callable, but it is a tree and not a single leaf.
     leaves = jax.tree.leaves(groups)
@@ -46,7 +46,7 @@ def as_groups(who: str, groups: PyTree, params: PyTree) -> "Labels":
     elif by_function:
         labels = [groups(name, leaf) for name, leaf in trees.named(params)]
     else:
-        labels = _spread(who, groups, params)
+        labels = spread(who, groups, params)
     hint = "The leaf is {!r}. A list such as ['embed', 'block_*'] has a pattern for each group."
     pairs = zip(labels, map(hint.format, names), strict=True)
     numbers = [checks.integer(who, "groups", label, "integers", hint) for label, hint in pairs]
@@ -71,7 +71,7 @@ class Labels:
     count: int
 
 
-def _spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
+def spread(who: str, groups: PyTree, params: PyTree) -> list[int]:
     """Return the label of each leaf, from a tree like the params or a prefix of such a tree."""
     try:
         # JAX's error prints the tree. Donated params cannot be printed, so zeros replace the

@@ -164,7 +164,17 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
 
 def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
     leaves, constants = recorded(grads), {x.val for x in recorded(params)}
-    eqns, backward, free = between(leaves, constants)
+    # Only a refusal needs the slow look into the equations that contain a backward pass.
+    return all(_has_other_degree(leaves, constants, by_result) for by_result in (False, True))
+
+
+def _has_other_degree(leaves: list[Any], constants: set[Any], by_result: bool) -> bool:
+    """Return whether a leaf is certainly not of degree 1.
+
+    With ``by_result``, a result of an equation that contains a backward pass, such as the weight of
+    a loss that a ``shard_map`` returns with the gradients, may be independent of this pass.
+    """
+    eqns, backward, free = between(leaves, constants, by_result)
     changed = set(backward)
     for eqn in eqns:
         if any(x in changed for x in eqn.invars if isinstance(x, jaxprs.Var)):
@@ -195,12 +205,35 @@ def _is_backward(eqn: Any) -> bool:
     return any(x.name == "transpose" for stack in stacks for x in stack)
 
 
+def _backward_results(eqn: Any, by_result: bool) -> dict[Any, bool]:
+    """Return whether a backward pass in the equation computes each result; empty without one.
+
+    Without ``by_result``, all results of an equation that contains a backward pass are True.
+    """
+    stack = getattr(eqn.source_info.name_stack, "stack", ())
+    if not _is_backward(eqn):
+        return {}
+    if not by_result or any(x.name == "transpose" for x in stack):
+        return dict.fromkeys(eqn.outvars, True)
+
+    def transfer(inner: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
+        return [any(depends) or _is_backward(inner)] * len(inner.outvars)
+
+    traced = interpret.of_trace(eqn)
+    inputs = [x for x in traced.invars if isinstance(x, jaxprs.Var)]
+    program = interpret.excerpt(inputs, traced.outvars, [traced])
+    results = interpret.flow(program, [False] * len(inputs), transfer, any, nothing=False)
+    return dict(zip(traced.outvars, results, strict=True))
+
+
 def between(
-    leaves: list[Any], constants: set[Any]
+    leaves: list[Any], constants: set[Any], by_result: bool = False
 ) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[Any]]:
     """Return the equations after the backward pass, the results of this pass, and other inputs."""
     eqns: list[jaxprs.JaxprEqn] = []
     inputs: dict[Any, bool] = {}
+    # A backward pass is long, and has many results, so each equation is read once.
+    results: dict[int, dict[Any, bool]] = {}
     seen: set[int] = set()
     stack = [(x, False) for x in reversed(leaves)]
     while stack:
@@ -208,10 +241,14 @@ def between(
         eqn = tracer.parent
         if isinstance(tracer.val, jaxprs.Literal):
             continue
+        if eqn is not None and id(eqn) not in results:
+            results[id(eqn)] = _backward_results(eqn, by_result)
         if is_done:
             eqns.append(interpret.of_trace(eqn))
-        elif eqn is None or tracer.val in constants or _is_backward(eqn):
-            inputs.setdefault(tracer.val, eqn is not None and tracer.val not in constants)
+        elif eqn is None or tracer.val in constants:
+            inputs[tracer.val] = False
+        elif results[id(eqn)]:
+            inputs[tracer.val] = results[id(eqn)][tracer.val]
         elif id(eqn) not in seen:
             seen.add(id(eqn))
             stack += [(tracer, True), *((x, False) for x in eqn.in_tracers)]

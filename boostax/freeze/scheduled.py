@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, gate, handshake, protocols, replicas, trees
+from boostax._core import checks, gate, handshake, interpret, protocols, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.groups import as_groups
 from boostax._core.trees import Pruning, path_name
 from boostax._core.types import PyTree
+from boostax.freeze.masks import Mask, for_a_run
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
 from boostax.order import findings
@@ -77,7 +78,9 @@ class Freezing:
 
     def plan(self, params: PyTree) -> Plan:
         """Return the schedule for the groups of these params."""
-        labels = as_groups(_WHO, self.groups, params)
+        is_mask = isinstance(self.groups, Mask)
+        known = self.groups.labels if is_mask else functools.partial(as_groups, groups=self.groups)
+        labels = known(_WHO, params=params)
         return Plan(labels.tree, labels.count, self.schedule, self.repeat)
 
     def pruning(self, params: PyTree, depth: int) -> Pruning:
@@ -110,6 +113,12 @@ class Freezing:
     def find(self, state: PyTree) -> ScheduledFreezeState:
         """Return the state of ``scheduled_freeze``, which ``average_params`` may wrap."""
         return state if isinstance(state, ScheduledFreezeState) else self.find(state.inner_state)
+
+    def require_effect(self, active: PyTree, grads: PyTree, state: PyTree) -> None:
+        """Report gradients of frozen leaves from a backward pass that ``choice`` does not end."""
+        frozen = jax.tree.map(lambda x, g: None if x else g, active, grads)
+        if not self.chosen and handshake.between(handshake.recorded(frozen)[-1:], set())[1]:
+            findings.no_effect(_WHO, "not_active", state)
 
     def choice(self, params: PyTree, state: PyTree) -> Choice:
         """Return the active leaves for each depth, and the index of the state's next depth."""
@@ -148,7 +157,8 @@ class Freezing:
             active = trees.masked(value, plan.active(at))
             # The counts in this depth's state did not advance in steps of other depths.
             now = inner if self.moments == "shared" else _at_step(inner, state.steps)
-            branch = functools.partial(change, at, active, state._replace(inner_state=now))
+            known = functools.partial(change, at, active)
+            branch = functools.partial(_resting, known, state._replace(inner_state=now))
             if len(depths) == 1:
                 changed, new = branch()
             else:
@@ -177,6 +187,9 @@ class FreezingUpdate(gate.GatedUpdate):
 
 class ScheduledFreeze(optax.GradientTransformationExtraArgs):
     """The transformation that ``scheduled_freeze`` returns."""
+
+    def __repr__(self) -> str:
+        return f"scheduled_freeze(groups={self.freezing.groups!r})"
 
     @property
     def freezing(self) -> Freezing:
@@ -236,6 +249,33 @@ def _following(
     return ScheduledFreezeState(steps, now, coming, trained, inner_state)
 
 
+def _resting(change: Callable[..., Stepped], state: ScheduledFreezeState) -> Stepped:
+    """Return the results of ``change``, with old states of parts of a partition without leaves.
+
+    A part of ``optax.partition`` has no active leaf if the part has no moments, and no result
+    depends on the part's counts.
+    """
+    leaves, tree = jax.tree.flatten(state.inner_state)
+    numbered = trees.find(tree.unflatten(range(len(leaves))), optax.PartitionState)
+    if not numbered:
+        return change(state)
+
+    def step(leaves: list[jax.Array]) -> Stepped:
+        return change(state._replace(inner_state=tree.unflatten(leaves)))
+
+    traced = trees.Replay(*jax.make_jaxpr(step, return_shape=True)(leaves))
+    none, numbers = frozenset[int](), [frozenset([i]) for i in range(len(leaves))]
+    facts = interpret.flow(traced.program, numbers, None, lambda x: none.union(*x), none)
+    value, new = traced(leaves)
+    read = none.union(*facts[: len(jax.tree.leaves(value))])
+    unread = {i for i, x in enumerate(leaves) if not (x.ndim and trees.is_inexact(x.dtype))} - read
+    parts = [{*jax.tree.leaves(x)} for y in numbered for x in y.inner_states.values()]
+    resting = {i for part in parts if part <= unread for i in part}
+    changed = enumerate(jax.tree.leaves(new.inner_state))
+    inner = tree.unflatten([leaves[i] if i in resting else x for i, x in changed])
+    return value, new._replace(inner_state=inner)
+
+
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
     """Set the counts of Optax's schedules, in the state of one depth, to the steps of the run."""
     # The states of ``optax.scale_by_schedule``, ``optax.add_decayed_weights`` and
@@ -251,9 +291,10 @@ def _at_step(state: PyTree, step: jax.Array) -> PyTree:
 @checks.arguments
 def scheduled_freeze(
     inner: optax.GradientTransformation,
-    groups: PyTree,
-    schedule: Any,
+    groups: PyTree = None,
+    schedule: Any = None,
     *,
+    frozen: PyTree = None,
     moments: Moments = "shared",
     repeat: bool = False,
 ) -> ScheduledFreeze:
@@ -263,7 +304,8 @@ def scheduled_freeze(
     moments, accumulated gradients and residuals stay unchanged bit for bit. ``inner`` receives an
     ``optax.MaskedNode`` for each frozen leaf, so frozen leaves take no part in clipping, weight
     decay, checks of finiteness and reductions. A later step of smaller depth trains these leaves
-    again, from the values before the freeze.
+    again, from the values before the freeze. The state of a part of ``optax.partition`` stays
+    unchanged, counts included, in steps that train none of the part's leaves.
 
     Put ``scheduled_freeze`` around scalers and windows, and put ``average_params`` and ``on_mesh``
     around ``scheduled_freeze``. ``make_train_step`` compiles one step for each depth that the
@@ -285,17 +327,27 @@ def scheduled_freeze(
     The schedule counts applied steps, so the depth changes only when an accumulation window closes.
     If a loss scaler skips a step, the next step has the same depth.
 
+    Without a schedule, ``scheduled_freeze(inner, mask)`` trains only the leaves that the mask
+    marks, in the complete run. The params are those of ``optax.chain(inner,
+    optax.masked(optax.set_to_zero(), not_mask))``, but frozen leaves have no gradients, no state
+    and no reductions.
+
     Args:
       inner: the optimizer with its gates and reductions; its state must have a separate array per
         leaf.
       groups: the result of ``prefix_groups``, ``param_groups`` or ``mindspore_groups``; any tree of
         integers 0, 1, ... like the params, or a prefix of such a tree; a function ``(path, leaf) ->
         group``; or a list with a pattern of paths, or a list of patterns, for each group. Leaves
-        without a match form one more group.
+        without a match form one more group. Without a schedule, ``groups`` is the mask of the
+        leaves that train: bools or the words ``"train"`` and ``"freeze"``, in a tree like the
+        params or a prefix of such a tree; a function ``(path, leaf) -> bool``; a function of the
+        params that returns a mask; or a list of patterns of the paths that train.
       schedule: the result of ``freeze_schedule``; a function from the step, a Python int, to the
         depth, evaluated for 65536 steps (``freeze_schedule(f, total_steps=)`` allows more); a
         sequence of depths; or one depth, at which all earlier groups are frozen permanently, and
         have no moments.
+      frozen: a mask in the same forms, in which True, or a pattern, marks the frozen leaves, as in
+        ``optax.freeze(mask)`` and ``optax.masked(optax.set_to_zero(), mask)``.
       moments: ``"per_group"`` stores an optimizer state for each depth, as MindSpore does. The
         counters and moments of a depth change only in steps of that depth, but the optimizer's
         schedules count all steps of the run, as MindSpore's lists of rates do. Do not use
@@ -327,6 +379,17 @@ def scheduled_freeze(
       ...   w, state = boostax.apply_gradients(tx, grads, state, w)
       >>> float(w["a"]), float(w["b"])
       (-1.0, -2.0)
+      >>> # A thaw: "a" trains from step 100 on.
+      >>> thaw = boostax.scheduled_freeze(optax.adam(0.1), {"a": 0, "b": 1}, lambda i: int(i < 100))
+      >>> # Training by turns: each optimizer counts only its own steps.
+      >>> mask = {"a": True, "b": False}
+      >>> turns = [boostax.scheduled_freeze(optax.adam(0.1), mask)]
+      >>> turns.append(boostax.scheduled_freeze(optax.adam(0.1), frozen=mask))
+      >>> states = [tx.init(w) for tx in turns]
+      >>> for i in (0, 1, 0, 1, 0):
+      ...   w, states[i] = boostax.apply_gradients(turns[i], grads, states[i], w)
+      >>> [int(state.inner_state[0].count) for state in states]
+      [3, 2]
 
     References:
       Brock et al., FreezeOut, https://arxiv.org/abs/1706.04983, 2017. MindSpore 2.10,
@@ -334,6 +397,8 @@ def scheduled_freeze(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     checks.choice(_WHO, "moments", moments, Moments, "'shared' stores one state for all depths.")
+    if schedule is None or frozen is not None:
+        groups, schedule = for_a_run(_WHO, groups, frozen, schedule), 1
     known, repeat = as_schedule(schedule, repeat)
     freezing = Freezing(tx, groups, known, moments, repeat)
 
@@ -362,10 +427,7 @@ def scheduled_freeze(
             allowed = f"those that depth {depth} trains"
             hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
             checks.require(is_valid, _WHO, "gradients", "masked leaves", allowed, hint)
-            frozen = jax.tree.map(lambda x, g: None if x else g, active, grads.raw)
-            last = handshake.recorded(frozen)[-1:]
-            if not freezing.chosen and handshake.between(last, set())[1]:
-                findings.no_effect(_WHO, "not_active", outside)
+            freezing.require_effect(active, grads.raw, outside)
             pending = gate.Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
             more = elsewhere(extra, lambda trial: trees.unmasked(trial, params))

@@ -72,7 +72,7 @@ def of_chain(
       opt_state: the state in a loop, for which each warning is given once; or ``None``.
     """
     structure = None if opt_state is None else jax.tree.structure(opt_state)
-    report(who, "tx", read(tx, names)[0], structure)
+    report(who, "tx", [*read(tx, names)[0], *decays(tx, opt_state)], structure)
 
 
 def of_state(who: str, opt_state: PyTree, active: PyTree = None) -> None:
@@ -177,13 +177,11 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
 def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
     """Apply the rules to pairs of parts; two reductions are a pair only if they share an axis."""
     for a, b in pairs:
-        if {a.role, b.role} <= {*table()["several"]["reducing"]} and not set(a.axes) & set(b.axes):
-            continue
-        if (a.role, b.role) in rules(where):
-            why, fix, certain = rules(where)[a.role, b.role]
-            names = {"first": a.part.name, "then": b.part.name}
-            what = f"{b.part.name} {where} {a.part.name}"
-            yield Finding(what, why.format(**names), fix.format(**names), certain)
+        reduce = {a.role, b.role} <= {*table()["several"]["reducing"]}
+        if (a.role, b.role) in rules(where) and not (reduce and set(a.axes).isdisjoint(b.axes)):
+            *texts, certain = rules(where)[a.role, b.role]
+            why, fix = (str(x).format(first=a.part.name, then=b.part.name) for x in texts)
+            yield Finding(f"{b.part.name} {where} {a.part.name}", why, fix, certain)
 
 
 def finding(setting: str, **names: str) -> Finding:
@@ -230,11 +228,11 @@ def directions(parts: Sequence[Row]) -> Iterator[Finding]:
     line = [row for row in parts if all(holder.role != "subspace" for holder in row.holders)]
     signs = [sign(row.part) for row in line]
     for i, row in enumerate(line):
-        if math.prod(signs[:i]) != -1 or math.prod(signs[i:]) != 1:
-            continue
-        if row.role == "decay" and number(row.part.settings.get("weight_decay")) > 0:
+        is_after = math.prod(signs[:i]) == -1 and math.prod(signs[i:]) == 1
+        is_decay = row.role == "decay" and number(row.part.settings.get("weight_decay")) > 0
+        if is_after and is_decay:
             yield finding("decay_after_rate", name=row.part.name)
-        if row.role in CLIPS:
+        if is_after and row.role in CLIPS:
             yield finding("clip_after_rate", name=row.part.name)
     if math.prod(signs) == 1 and -1 in signs:
         yield finding("two_signs")
@@ -253,6 +251,14 @@ def scales(tx: optax.GradientTransformation) -> bool:
     return scaler and all(x.role != "carry" for x in parts)
 
 
+def decays(tx: optax.GradientTransformation, tree: PyTree) -> Iterator[Finding]:
+    """Yield decays of Flax's running statistics, if the params, or moments of them, have any."""
+    if "'batch_stats'" in str(jax.tree.structure(tree)):
+        for row in rows(chain.read(tx)):
+            if row.role == "decay" and not row.masks and row.part.settings.get("weight_decay") != 0:
+                yield finding("decays_statistics", name=row.part.name)
+
+
 def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:
     """Yield findings for parts that a step needs and that the step's chain lacks."""
     scales = any(row.role == "scaler" for row in parts)
@@ -261,7 +267,6 @@ def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:
     if all(row.role != UNKNOWN for row in parts):
         reducing = (*table()["several"]["reducing"], "subspace")
         reduced = {axis for row in parts if row.role in reducing for axis in row.axes}
-        reduced |= set(step.names) if UNNAMED in reduced else set()
-        for axis in (axis for axis in step.names if axis not in reduced):
+        for axis in (x for x in step.names if not reduced & {x, UNNAMED}):
             setting = "reduced_over_others" if reduced else "not_reduced"
             yield finding(setting, axis=repr(axis), others=", ".join(map(repr, sorted(reduced))))

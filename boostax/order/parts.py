@@ -97,7 +97,7 @@ def _part(update: Callable[..., object]) -> Part:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
         return Part(description.name, "", description.what, description, values, inner)
-    if isinstance(update, (functools.partial, jax.stages.Wrapped)):  # by jax.jit
+    if isinstance(update, functools.partial | jax.stages.Wrapped):  # by jax.jit
         return _part(getattr(update, "func", None) or inspect.unwrap(update))
     owner = getattr(update, "__self__", None)
     values = closure(update) if owner is None else dict(getattr(owner, "__dict__", {}))
@@ -124,10 +124,8 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
     try:
         if name == "chain":
             return tuple(map(_part, values["update_fns"]))
-        if name == "named_chain":
-            return tuple(read(tx) for _, tx in values["transforms"])
-        if name == "partition":
-            return tuple(map(read, values["transforms"].values()))
+        if name in ("named_chain", "partition"):
+            return tuple(map(read, dict(values["transforms"]).values()))
     except KeyError:  # This version of Optax uses another name for the parts.
         return (_HIDDEN,)
     inside = [_injected(values)] if name == "inject_hyperparams" else values.values()

@@ -130,8 +130,7 @@ def _shapes(tree: PyTree, names: Names) -> tuple[list[_Shape], PyTree]:
             groups.setdefault((x.shape, trees.wide_dtype(x)), {})[i] = path
     several = [[*zip(*paths.items(), strict=True)] for paths in groups.values() if len(paths) > 1]
     shapes = [_Shape([*i], x[0], names, replicas, -(-len(i) // replicas)) for i, x in several]
-    # Outside the mapped function, the number of replicas is not known.
-    if leaves and (not shapes or (names and replicas == 1)):
+    if leaves and not shapes:
         findings.no_effect(_WHO, "not_distributed", tree)
     matrices = {i for shape in shapes for i in shape.indices}
     return shapes, treedef.unflatten([i not in matrices for i in range(len(leaves))])

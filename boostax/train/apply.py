@@ -261,8 +261,9 @@ def placed_on(
         # Gradients are pinned to the params' shardings, so that XLA computes sharded gradients.
         local = place.pinned(lambda g: g, specs(local, ())[0])(local)
         pending = grads._replace(raw=parts._replace(local=local))
-        new, state = per_replica(update, params, state, pending, arrays)
-        return (trees.put_back(new, params) if apply else new), state
+        new, changed = per_replica(update, params, state, pending, arrays)
+        # The f32 gradients of micro-batches would widen the moments of bf16 params.
+        return (trees.put_back(new, params) if apply else new), trees.cast_like(changed, state)
 
     def flush_fn(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
         new, state = per_replica(lambda p, s: flush_inner(inner, s, p, extra), params, state)

@@ -293,6 +293,7 @@ class Oracle(Generic[Value, Params, Grads]):
                 stacked_count(batch, _WHO, least=2)
         scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
+        trees.require_unsplit(_WHO, kwargs, batch, self.count, self.mesh is not None)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
         terms = terms_of(opt_state)
         # The loss is traced in this context. A scaler divides the gradients later, outside of the
