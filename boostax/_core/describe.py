@@ -37,7 +37,7 @@ Stepped = tuple[PyTree, PyTree]
 Update = TypeVar("Update", bound=Callable[..., PyTree])
 
 # A role is the effect of a part on a gradient, and decides the position of the part in a chain.
-Gate = Literal["scaler", "window", "check"]
+Gate = Literal["scaler", "window", "check", "comparison"]
 AroundOptimizer = Literal["carry", "freeze", "storage"]
 # The first three roles reduce gradients; the last two reduce each replica's updates or params.
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
@@ -112,11 +112,11 @@ def describe(
     Args:
       name: the factory's name.
       role: the effect of the part on a gradient, which decides its position in a chain:
-        ``"scaler"``, ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"storage"``,
-        ``"mean"``, ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
-        ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``,
-        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``, ``"watch"``,
-        ``"nothing"``; ``"unknown"`` is not checked.
+        ``"scaler"``, ``"window"``, ``"check"``, ``"comparison"`` (of replicas), ``"carry"``,
+        ``"freeze"``, ``"storage"``, ``"mean"``, ``"adasum"``, ``"compressed"``, ``"delta"``,
+        ``"own params"``, ``"centralize"``, ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``,
+        ``"momentum"``, ``"moments"``, ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``,
+        ``"recorder"``, ``"watch"``, ``"nothing"``; ``"unknown"`` is not checked.
       axes: mesh axes over which the part reduces or agrees.
       inner: the inner transformations; the key of each is the name of the field with its state.
       what: a summary; by default the first line of the factory's docstring.

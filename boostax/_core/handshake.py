@@ -159,10 +159,11 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
         "The loss scale still multiplies these gradients, so a bound depends on the scale. Clip "
         "inside the scaler: dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), ...))."
     )
-    checks.require(not _is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
+    checks.require(not is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
 
 
-def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
+def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
+    """Return whether traced gradients were clipped, decayed or changed otherwise; see above."""
     leaves, constants = recorded(grads), {x.val for x in recorded(params)}
     # Only a refusal needs the slow look into the equations that contain a backward pass.
     return all(_has_other_degree(leaves, constants, by_result) for by_result in (False, True))

@@ -201,8 +201,8 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         # ``scheduled_freeze`` saves no work if it is inside another part.
         if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
-        if row.role == "zero" and row.sides:
-            yield finding("zero_in_partition", name=name)
+        if row.role == "zero" and row.masks:
+            yield finding("zero", name=name, mask=row.masks[0])
         # A gate without the axes of a reduction inside it would decide separately on each replica.
         # The axes of a clip are not needed: they are axes of shards, which a gate reads from the
         # types of the gradients.
@@ -213,7 +213,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         # The gate receives only some of the params.
         if row.masks and row.role in table()["several"]["holds"]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
-            yield finding(setting, name=name, mask=row.masks[-1])
+            yield finding(setting, name=name, mask=row.masks[0])
         # The compressed reduction discards values that it does not send.
         if row.part.description is not None and row.part.description.lossy:
             yield finding("lossy", name=name)

@@ -160,7 +160,9 @@ def of_state(state: PyTree) -> Part:
     The state of a chain is a tuple of its parts' states. The state of a part is a ``NamedTuple``:
     its class names the factory, and its fields contain the states of the parts inside.
     """
-    values = state.values() if isinstance(state, dict) else state
+    # In ``optax.PartitionState``, the states are in a dict.
+    values = getattr(state, "inner_states", state)
+    values = values.values() if isinstance(values, dict) else values
     inner = tuple(of_state(x) for x in values if isinstance(x, tuple) or _has_states(x))
     if not hasattr(state, "_fields"):
         return Part("chain", "optax", "", inner=inner)
@@ -168,11 +170,11 @@ def of_state(state: PyTree) -> Part:
     # The name of the state is converted to the name of the factory: ``ScaleByAdamState`` to
     # ``scale_by_adam``.
     name = type(state).__name__.removesuffix("State").replace("GC", "gc")
-    words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
-    roles = [x for x, names in table()["states"].items() if words.lower() in names.split()]
-    is_known = package == "boostax" and roles
-    described = Description(words.lower(), "", roles[0], (), {}, False) if is_known else None
-    return Part(words.lower(), package, "", described, {}, inner, words == "Partition")
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    states = table()["states"] if package == "boostax" else {}
+    roles = [x for x, names in states.items() if name in names.split()]
+    described = Description(name, "", roles[0], (), {}, False) if roles else None
+    return Part(name, package, "", described, {}, inner, hasattr(state, "inner_states"))
 
 
 def role(part: Part) -> str:

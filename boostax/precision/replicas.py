@@ -126,7 +126,7 @@ def check_replicas(
         inner_state = gate.init_inner(tx, params)
         return CheckReplicasState(calls, jnp.asarray(False), skipped, compared, *rows, inner_state)
 
-    @describe(_WHO, "check", names, inner={"inner_state": tx})
+    @describe(_WHO, "comparison", names, inner={"inner_state": tx})
     def step_fn(
         grads: gate.Pending,
         state: CheckReplicasState,
