@@ -12,6 +12,7 @@ import vmap_seeds as program
 from reducing import loss_fn
 
 import boostax
+from boostax._core import interpret
 from boostax.auditing import hlo
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/seeds.md").read_text()
@@ -54,15 +55,20 @@ def test_each_agent_is_that_of_optax_in_float64(capsys):
 
 
 def least(fn):
-    """Count the products and the roots outside of branches, as XLA compiles a program."""
+    """Count products and roots outside of branches, in the jaxpr and as XLA compiles it."""
+    enter = lambda eqn, inside: [inside or eqn.primitive.name == "cond"] * 9  # noqa: E731
+    eqns = interpret.equations(jax.make_jaxpr(fn)().jaxpr, False, enter)
+    traced = [eqn.primitive.name for eqn, inside in eqns if not inside]
     sites = hlo.parse(jax.jit(fn).lower().compile().as_text()).sites
     names = [x.instruction.op for x in sites if not x.branches]
+    assert names.count("sqrt") == traced.count("sqrt")
+    assert names.count("dot") == traced.count("dot_general")
     return f"{names.count('dot')}, {names.count('sqrt')}"
 
 
 @pytest.mark.parametrize(("chain", "how", "counts"), ROWS, ids=range(len(ROWS)))
 def test_what_each_call_runs_is_that_of_the_table(chain, how, counts):
-    """A branch of one seed is a branch of all seeds, as XLA compiles it."""
+    """A branch of one seed is a branch of all seeds that have a name."""
     tx, cuts = eval(chain, PARTS), 1 + ("micro" in how)
     first = lambda seed: jax.tree.map(lambda x: x * seed, START)  # noqa: E731
     state = jax.vmap(lambda seed: tx.init(first(seed)))(jnp.ones(3)) if "init" in how else None
