@@ -45,7 +45,8 @@ def apply_gradients(
     A skipped step, or a micro-step inside an accumulation window, writes no params. With donated
     buffers, the compilers for CPU, TPU v5e and H100 do not copy the params. A gate inside an Optax
     wrapper, such as ``optax.chain``, is not found. In this case, ``update`` and ``apply_updates``
-    are called one after the other.
+    are called one after the other. Over independent runs in ``jax.vmap(..., axis_name="seeds")``, a
+    branch runs only in calls in which any run needs the branch; see ``docs/seeds.md``.
 
     Args:
       tx: any Optax transformation. A skipped step writes no params only if the gate of boostax is
