@@ -123,7 +123,6 @@ KEEPS = {"a": True, "b": False}
 NESTED = {
     "check_replicas inside loss_scale": dynamic_loss_scale(precision.check_replicas(ADAM)),
     "check_replicas inside accumulate": boostax.accumulate(precision.check_replicas(ADAM), 2),
-    "loss_scale in masked": optax.masked(dynamic_loss_scale(ADAM), KEEPS),
     "accumulate in partition": optax.partition(
         {True: boostax.accumulate(ADAM, 2), False: ADAM}, KEEPS
     ),

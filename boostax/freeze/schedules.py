@@ -300,7 +300,8 @@ class Plan:
     def require_effect(self, steps: int, state: PyTree) -> None:
         """Report a schedule that freezes no group after ``steps`` applied steps."""
         start = 0 if self._repeat else min(steps, len(self.depths) - 1)
-        if jax.tree.leaves(self._labels) and not self.depths[start:].any():
+        is_schedule = len(self.depths) > 1 and jax.tree.leaves(self._labels)
+        if is_schedule and not self.depths[start:].any():
             findings.no_effect(_WRAPPER, "never_frozen", state)
 
     def known(self, steps: int) -> int:

@@ -387,8 +387,8 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
       >>> float(boostax.precision.scale_loss(jnp.float16(2.5), state))
       81920.0
     """
-    findings.of_state("scale_loss", opt_state)
     wide, scale = trees.at_least_float32(jnp.asarray(loss)), loss_scale(opt_state)
+    findings.of_state("scale_loss", opt_state)
     checks.require_scalar("scale_loss", "scale", scale)
     product = wide * scale.astype(wide.dtype)
     scales = handshake.scales_in(opt_state)

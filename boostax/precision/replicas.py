@@ -109,11 +109,14 @@ def check_replicas(
       ValueError, TypeError: an argument out of range.
 
     Example:
-      >>> import boostax, jax.numpy as jnp, optax
-      >>> tx = boostax.precision.check_replicas(optax.sgd(1.0), every=10)
-      >>> w, state = boostax.apply_gradients(tx, jnp.float32(1.0), tx.init(jnp.float32(1.0)), 1.0)
-      >>> int(boostax.metrics(state)["differing_replica"])
-      -1
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
+      >>> tx = boostax.precision.check_replicas(inner, axis_name="data")
+      >>> update = lambda w, grads: boostax.apply_gradients(tx, grads, tx.init(w), w)
+      >>> copies = jnp.array([1.0, 2.0, 1.0])
+      >>> w, state = jax.vmap(update, axis_name="data")(copies, jnp.ones(3))
+      >>> w.tolist(), jax.vmap(boostax.metrics)(state)["differing_replica"].tolist()
+      ([1.0, 2.0, 1.0], [1, 1, 1])
     """
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)

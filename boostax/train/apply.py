@@ -252,8 +252,11 @@ def placed_on(
             if (gate := gate_of(tx)) is not None:
                 return gate.step(pending, state, params, apply=apply, **arrays, **fixed)
             local = pending.value() if pending.factors else pending.raw
-            value, state = inner.update(local, state, params, **arrays, **fixed)
-            return (settled(trees.applied(params, value)) if apply else value), state
+            out, new = inner.update(local, state, params, **arrays, **fixed)
+            # The f32 gradients of micro-batches would widen the moments of bf16 params.
+            return (settled(trees.applied(params, out)) if apply else out), trees.cast_like(
+                new, state
+            )
 
         arrays, fixed = dict(extra), dict[str, PyTree]()
         for name, x in extra.items():
@@ -262,9 +265,8 @@ def placed_on(
         # Gradients are pinned to the params' shardings, so that XLA computes sharded gradients.
         local = place.pinned(lambda g: g, specs(local, ())[0])(local)
         pending = grads._replace(raw=parts._replace(local=local))
-        new, changed = per_replica(update, params, state, pending, arrays)
-        # The f32 gradients of micro-batches would widen the moments of bf16 params.
-        return (trees.put_back(new, params) if apply else new), trees.cast_like(changed, state)
+        new, state = per_replica(update, params, state, pending, arrays)
+        return (trees.put_back(new, params) if apply else new), state
 
     def flush_fn(state: PyTree, params: PyTree, **extra: PyTree) -> Stepped:
         new, state = per_replica(lambda p, s: flush_inner(inner, s, p, extra), params, state)

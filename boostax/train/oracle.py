@@ -262,8 +262,8 @@ class Oracle(Generic[Value, Params, Grads]):
         """Return ``(loss, grads)``, or ``((loss, aux), grads)``, of one batch."""
         inputs = {"params": params, "opt_state": opt_state, "batch": batch}
         with trees.explaining(trees.require_order, _WHO, _CALL, **inputs):
-            findings.of_state(_WHO, opt_state, active)
             value, grads = self.with_aux(params, opt_state, batch, active, kwargs)
+            findings.of_state(_WHO, opt_state, active)
             return (value if self.has_aux else value[0]), grads
 
     def with_aux(
