@@ -252,11 +252,9 @@ def placed_on(
             if (gate := gate_of(tx)) is not None:
                 return gate.step(pending, state, params, apply=apply, **arrays, **fixed)
             local = pending.value() if pending.factors else pending.raw
-            out, new = inner.update(local, state, params, **arrays, **fixed)
+            x, new = inner.update(local, state, params, **arrays, **fixed)
             # The f32 gradients of micro-batches would widen the moments of bf16 params.
-            return (settled(trees.applied(params, out)) if apply else out), trees.cast_like(
-                new, state
-            )
+            return (settled(trees.applied(params, x)) if apply else x), trees.cast_like(new, state)
 
         arrays, fixed = dict(extra), dict[str, PyTree]()
         for name, x in extra.items():
