@@ -92,8 +92,7 @@ def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformatio
 
 
 def _part(update: Callable[..., object]) -> Part:
-    description: Description | None = getattr(update, "description", None)
-    if description is not None:
+    if (description := getattr(update, "description", None)) is not None:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
         return Part(description.name, "", description.what, description, values, inner)
@@ -171,8 +170,8 @@ def of_state(state: PyTree) -> Part:
     # ``scale_by_adam``.
     name = type(state).__name__.removesuffix("State").replace("GC", "gc")
     name = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    states = table()["states"] if package == "boostax" else {}
-    roles = [x for x, names in states.items() if name in names.split()]
+    names = table()["states"] if package == "boostax" else {}
+    roles = [role for role in names if name in names[role].split()]
     described = Description(name, "", roles[0], (), {}, False) if roles else None
     return Part(name, package, "", described, {}, inner, hasattr(state, "inner_states"))
 
