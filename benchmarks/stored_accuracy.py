@@ -45,18 +45,15 @@ class Form(NamedTuple):
     gather: Gather | None = None
 
 
+LOW = {"params": "stochastic"}
 SUM = {"dtype": "bfloat16", "rounding": "stochastic"}
 FORMS = {
     "f32": Form(False, None),
-    "params stochastic": Form(True, {"params": "stochastic"}, recommended=True),
-    "params stochastic, moments bf16": Form(
-        True, {"params": "stochastic", "moments": "bfloat16"}, recommended=True
-    ),
-    "params stochastic, moments int8 and log8": Form(
-        True, {"params": "stochastic", "moments": EACH}, recommended=True
-    ),
-    "params stochastic, moments log8": Form(True, {"params": "stochastic", "moments": "log8"}),
-    "params stochastic, moments int8": Form(True, {"params": "stochastic", "moments": "int8"}),
+    "params stochastic": Form(True, LOW, recommended=True),
+    "params stochastic, moments bf16": Form(True, LOW | {"moments": "bfloat16"}, recommended=True),
+    "params stochastic, moments int8 and log8": Form(True, LOW | {"moments": EACH}),
+    "params stochastic, moments log8": Form(True, LOW | {"moments": "log8"}, recommended=True),
+    "params stochastic, moments int8": Form(True, LOW | {"moments": "int8"}),
     "params remainder": Form(True, {"params": "remainder"}, recommended=True),
     "params f32, moments bf16": Form(False, {"moments": "bfloat16"}),
     "params f32, moments int8 and log8": Form(False, {"moments": EACH}),
@@ -67,10 +64,10 @@ FORMS = {
     "f32, gathered in int8": Form(False, None, gather="int8", recommended=True),
     "f32, window": Form(False, None, {}),
     "params stochastic, moments int8 and log8, window stochastic": Form(
-        True, {"params": "stochastic", "moments": EACH}, SUM, recommended=True
+        True, LOW | {"moments": EACH}, SUM
     ),
     "params stochastic, moments log8, window stochastic": Form(
-        True, {"params": "stochastic", "moments": "log8"}, SUM
+        True, LOW | {"moments": "log8"}, SUM, recommended=True
     ),
     "f32, window bf16 to the nearest": Form(False, None, {"dtype": "bfloat16"}),
 }

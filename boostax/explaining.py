@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import axes, checks, groups, handshake, interpret, trees
+from boostax._core import axes, checks, describe, groups, handshake, interpret, trees
 from boostax._core.types import PyTree
 from boostax.order import findings, parts
 from boostax.order.findings import Finding as Finding
 from boostax.precision.loss_scale import loss_scale
+from boostax.train import apply
 from boostax.train.state import TrainState
 from boostax.train.step import TrainStep
 
@@ -88,6 +89,10 @@ def explain(
     f16 of a policy. Gradients are not compared if the loss itself computes in f16, if ``kwargs``
     are given, or if the chain contains ``boostax.carry``.
 
+    With a batch and a train step, ``explain`` also reports parts that have no effect, such as a
+    ``by_shape`` that distributes nothing. Without a batch, ``explain`` reports only what ``init``
+    shows, such as a schedule that freezes nothing.
+
     ``boostax.audit`` counts the FLOPs, the memory and the sent bytes of the compiled step.
 
     Args:
@@ -97,8 +102,8 @@ def explain(
       **kwargs: keyword arguments that a call of the step passes to the loss.
 
     Returns:
-      An ``Explanation``. Cost: a trace of ``init``, and two gradients if the loss is scaled and
-      the batch consists of arrays.
+      An ``Explanation``. Cost: a trace of ``init``; with a batch, a trace of the step, and two
+      gradients if the loss is scaled and the batch consists of arrays.
 
     Raises:
       ValueError, TypeError: ``tx`` is neither a transformation nor a step, or ``init`` raises.
@@ -121,10 +126,13 @@ def explain(
     step = tx if isinstance(tx, TrainStep) else None
     chain = tx.tx if isinstance(tx, TrainStep) else tx
     listed: list[Finding] = []
+    idle: dict[Finding, None] = {}
     if step is not None:
         state = params
-        if not isinstance(state, TrainState):
-            state = step.init(jax.eval_shape(lambda p: p, params))
+        with axes.during(findings.IDLE, idle):
+            if not isinstance(state, TrainState):
+                state = step.init(jax.eval_shape(lambda p: p, params))
+            _trace(step, state, batch, kwargs)
         if batch is not None and findings.scales(chain):
             listed = _of_scales(step, state, batch, kwargs)
     else:
@@ -134,11 +142,29 @@ def explain(
                 raise TypeError(f"{_WHO}: {removed}")
             hint = "Pass the result of boostax.make_train_step as tx."
             checks.absent(_WHO, name, value, "left out without a train step", hint)
-        with axes.binding((axes.UNNAMED,)):
+        with axes.binding((axes.UNNAMED,)), axes.during(findings.IDLE, idle):
             jax.eval_shape(chain.init, params)
     rows = parts.rows(parts.read(chain))
     described = (_Part(x.part.name, len(x.holders), x.role, _what(x.part, params)) for x in rows)
-    return Explanation(tuple(described), (*findings.findings(rows, step), *listed))
+    trained = params.params if isinstance(params, TrainState) else params
+    listed += findings.decays(chain, trained)
+    return Explanation(tuple(described), (*findings.findings(rows, step), *idle, *listed))
+
+
+def _trace(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree) -> None:
+    """Trace a step whose parts report that they have no effect; without a batch, only read it."""
+    depth = None
+    if (variants := describe.variants_of(step.tx)) is not None:
+        freezing = variants.find(state.opt_state)
+        plan = variants.plan(apply.local_types(state.params))
+        depth = plan.drawn[0]
+        if isinstance(freezing.steps, jax.Array):
+            plan.require_effect(int(freezing.steps), freezing)
+    if batch is not None:
+        # A new step has no trace of an earlier call.
+        oracle = dataclasses.replace(step.oracle, watch=None)
+        new = dataclasses.replace(step, oracle=oracle, _programs={})
+        new.jaxpr(state, batch, depth=depth, **kwargs)
 
 
 def _what(part: parts.Part, params: PyTree) -> str:
@@ -166,7 +192,7 @@ def _of_scales(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree
         leaves, tree = jax.tree.flatten(state.opt_state)
         leaves = [x * factor if any(x is y for y in scales) else x for x in leaves]
         more = {**more, "key": state.key, "model_state": state.model_state}
-        _, grads = oracle(state.params, tree.unflatten(leaves), batch, **more)
+        _, grads = oracle.with_aux(state.params, tree.unflatten(leaves), batch, True, more)
         return [g / factor for g in jax.tree.leaves(trees.at_least_float32(grads))]
 
     def differs(*args: PyTree) -> list[jax.Array]:

@@ -2,8 +2,8 @@
 
 ``names.md`` says what it does in a line and links to the reference in ``api/`` and to its page;
 ``llms.txt`` has its signature and what it refuses, for programs. A page in ``loops/`` is a program
-of ``examples``, with its docstring as prose, and how to change it, as ``loops.md`` has it. The map
-in ``ARCHITECTURE.md`` has the subject of each file of the library, from its docstring.
+of ``examples``, with its docstring as prose, and how to change it, as ``loops/optax.md`` has it.
+The map in ``ARCHITECTURE.md`` has the subject of each file of the library, from its docstring.
 
 ``python docs/names.py --write`` writes them; ``tests/test_docs.py`` compares them with the code.
 """
@@ -61,8 +61,9 @@ PROGRAMS = {
     "loops/keras_loop.py": "Keras 3",
     "several_processes.py": "A program of several processes",
 }
-# The text in a program for what a row of ``loops.md`` replaces in that of Optax. A row without its
-# text is left out, as are sharded sums of whole params and micro-batches with a model's state.
+# The text in a program for what a row of ``loops/optax.md`` replaces in Optax's program. A row
+# without its text is left out, as are sharded sums of whole params and micro-batches with a
+# model's state.
 _NONE = {"loss_fn, mesh=mesh": "-", "tx), WINDOW)": "-"}
 INSTEAD = {
     "loops/equinox_loop.py": {
@@ -221,15 +222,15 @@ def program(name: str) -> str:
 
 
 def _changes(name: str, code: str) -> str:
-    """Return the rows of ``loops.md`` that change this program, and what follows them."""
-    lines = (DOCS / "loops.md").read_text().partition("\n| for |")[2].splitlines()
+    """Return the rows of ``loops/optax.md`` that change this program."""
+    lines = (DOCS / "loops/optax.md").read_text().partition("\n| for |")[2].splitlines()
     kept = ["\n## To change it\n\n| for |" + lines[0]]
     for line in lines[1:]:
         for general, own in INSTEAD.get(name, {}).items():
             line = line.replace(general, own)
         row = re.fullmatch(r"\|.*\| (`.*`) \| `.*` \|", line)
         if not row or all(code.count(old) == 1 for old in re.findall("`(.*?)`", row[1])):
-            kept.append(line.replace("](", "](../"))
+            kept.append(line)
     return "\n".join(kept) + "\n"
 
 

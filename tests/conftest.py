@@ -27,6 +27,13 @@ mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 FAST = (pathlib.Path(__file__).parent / "fast.txt").read_text()
 # A case a line, for `make test-long`: they cost much, and their laws have other cases.
 LATE = set((pathlib.Path(__file__).parent / "late.txt").read_text().splitlines())
+# Files with cases in which a part has no effect: one replica, one matrix, all gradients.
+WITHOUT_EFFECT = """
+test_axis_once test_backward_rules test_by_shape test_check_replicas test_contract test_diffs
+test_extras test_freeze test_golden_training test_handshake test_identity test_moves_in_mid_window
+test_nnx test_peer_defects test_train_step test_wrong_inputs
+""".split()
+NO_EFFECT = "(gradients of all|a schedule that freezes|matrices on|a state on|params without)"
 
 
 def pytest_addoption(parser):
@@ -41,6 +48,8 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_itemcollected(item):
     if item.nodeid in LATE:
         item.add_marker(pytest.mark.long)
+    if item.path.stem in WITHOUT_EFFECT:
+        item.add_marker(pytest.mark.filterwarnings(rf"ignore:\w+. {NO_EFFECT}"))
 
 
 @pytest.hookimpl(trylast=True)

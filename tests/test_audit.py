@@ -81,19 +81,14 @@ def test_a_reduction_in_a_loop_counts_at_each_turn(mesh):
 scaled = functools.partial(boostax.dynamic_loss_scale, axis_name="data")
 window = functools.partial(boostax.accumulate, every=8, axis_name="data")
 # And what else is added up: the mean of the loss in each call, and what a scaler agrees on.
-WINDOWS = {
-    "window": (window, 1, 1),
-    "scaler outside": (lambda tx: scaled(window(tx)), 2, 2),
-    "scaler inside": (lambda tx: window(scaled(tx)), 1, 2),
-}
+WINDOWS = {"window": (window, 1, 1), "scaler outside": (lambda tx: scaled(window(tx)), 2, 2)}
+WINDOWS["scaler inside"] = (lambda tx: window(scaled(tx)), 1, 2)
 
 
 reduce = boostax.all_reduce("data")
 # A scaler skips a call; the cheapest of its branches is no call that waits for a window.
-EACH_CALL = {
-    "reduced outside": lambda tx: optax.chain(reduce, boostax.accumulate(tx, 8)),
-    "sharded sums": functools.partial(window, sums="sharded"),
-}
+EACH_CALL = {"reduced outside": lambda tx: optax.chain(reduce, boostax.accumulate(tx, 8))}
+EACH_CALL["sharded sums"] = functools.partial(window, sums="sharded")
 
 
 @pytest.mark.filterwarnings("ignore:make_train_step. accumulate after all_reduce")
@@ -566,11 +561,9 @@ def test_sums_follow_branches_in_branches_and_the_turns_of_loops_around_them():
 # Errors.
 
 
-RING = reduction("replica_groups=ring(8)")
+RING, LOWERED = reduction("replica_groups=ring(8)"), jax.jit(jnp.sin).lower(1.0)
 REFUSED = {
-    "a lowered or compiled program must be the only argument": (
-        lambda: boostax.audit(jax.jit(jnp.sin).lower(1.0), 1.0)
-    ),
+    "a lowered or compiled program must be the only argument": lambda: boostax.audit(LOWERED, 1.0),
     "audit: program must be compiled to HLO": lambda: hlo.parse("module @f {}"),
     "a line of a compiled program of JAX": lambda: program("%p <- f32[8] parameter(0)"),
     "the groups of a collective of JAX": lambda: compiled_collectives(RING),
@@ -600,22 +593,18 @@ def test_a_target_that_is_none_gets_the_machines_that_are_known(target):
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, optax
-
+gradient = jax.grad(lambda w, x: ((x @ w) ** 2).mean())
 def program(devices):
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     typed = lambda shape, *spec: jax.ShapeDtypeStruct(
         shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
-    def step(w, x):
-        return w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+    step = lambda w, x: w - 0.1 * gradient(w, x)
     return jax.jit(step, donate_argnums=0), typed((128, 128)), typed((64, 128), "data")
-
 def window():
-    tx = optax.MultiSteps(optax.sgd(0.1), 8)
+    tx, w = optax.MultiSteps(optax.sgd(0.1), 8), jnp.zeros((8, 8))
     def step(w, state, x):
-        grads = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
-        updates, state = tx.update(grads, state, w)
+        updates, state = tx.update(gradient(w, x), state, w)
         return optax.apply_updates(w, updates), state
-    w = jnp.zeros((8, 8))
     return jax.jit(step), w, tx.init(w), jnp.ones((4, 8))
 """
 
@@ -708,12 +697,10 @@ def test_programs_are_found_by_file_and_by_module(command, name):
 
 
 def test_the_command_needs_nothing_but_the_runtime(command):
-    script = """
-import sys
+    script = """import sys
 sys.modules.update(dict.fromkeys("flax matplotlib orbax rich sklearn tyro".split()))
 from boostax.__main__ import main
-sys.exit(main())
-"""
+sys.exit(main())"""
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
     given = [sys.executable, "-c", script, "audit", "audited_program:program", "--cpu-devices", "4"]
     assert "4 devices; 16,384 params" in subprocess.check_output(given, text=True, env=env)

@@ -56,24 +56,21 @@ def test_mindspore_updates(arrays, name, decay):
     """Its order (decay, then centralization) and its rule of 16, in its layout transposed."""
     run = arrays("grad_centralization.npz")
     layout = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}
-    w, g, expected = (
-        run[f"{name}_{key}"].transpose(layout[run[f"{name}_{key}"].ndim])
-        for key in ("w", "g", f"wd{decay}_update")
-    )
+    found = (run[f"{name}_{key}"] for key in ("w", "g", f"wd{decay}_update"))
+    w, g, expected = (x.transpose(layout[x.ndim]) for x in found)
     tx = optax.chain(optax.add_decayed_weights(decay), centralize_gradients(multiple_of=16))
     # MindSpore's update is a difference of weights, which rounds once more.
     assert np.abs(update(tx, jnp.asarray(g), jnp.asarray(w)) - expected).max() < 6e-7
     assert name in ("dense_not16", "conv_in3", "bias") or np.abs(expected - g).max() > 0.1
 
 
-TOLERANCES = {"float32": 5e-7, "float64": 2e-15, "bfloat16": 8e-3, "float16": 1e-3}
-TOLERANCES["complex64"] = TOLERANCES["float32"]
+ATOL = {"float32": 5e-7, "float64": 2e-15, "bfloat16": 8e-3, "float16": 1e-3, "complex64": 5e-7}
 # Shapes, and the axes of their inputs.
 KERNELS = {(5, 3): (0,), (7, 4, 6): (0, 1), (3, 3, 4, 8): (0, 1, 2), (3, 3, 1, 8): (0, 1, 2)}
 
 
 @pytest.mark.parametrize(("shape", "axes"), KERNELS.items())
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items())
+@pytest.mark.parametrize(("dtype", "tolerance"), ATOL.items())
 def test_formula_in_float64(shape, axes, dtype, tolerance):
     with jax.enable_x64(dtype == "float64"):
         g = jnp.asarray(wave(*shape), dtype)
@@ -125,6 +122,9 @@ class Box(NamedTuple):
 
 RULES = {"layers": "stacked", "*embedding": -1, "qkv": 0, "depthwise_*": None, "head/*": "auto"}
 ONE_INPUT = "first/kernel:1x5: pointwise/kernel:1x1x1x5:"
+TORCH_16 = "a/weight:4x16x3x3:123 b/weight:16x3x16x16:"
+FLAX_16 = "dense:32x4:0 narrow:10x4: conv:3x3x16x4:012 stem:16x16x3x4: depthwise:4x4x1x8:"
+OUTPUTS_FIRST = "weight:8x3x2x2:123 dense:4x6:1 bias:4:"
 # By case: options, and of each leaf its path, its shape and the axes that are averaged.
 CASES = {
     "haiku": (
@@ -139,14 +139,8 @@ CASES = {
         "norm.weight:4: fc.weight:3x4:1",
     ),
     "torch, stacked": ({"layout": "torch", "axes": {"fc": "stacked"}}, "fc/weight:2x3x4:2"),
-    "torch, input channels": (
-        {"layout": "torch", "multiple_of": 16},
-        "a/weight:4x16x3x3:123 b/weight:16x3x16x16:",
-    ),
-    "input channels": (
-        {"multiple_of": 16},
-        "dense:32x4:0 narrow:10x4: conv:3x3x16x4:012 stem:16x16x3x4: depthwise:4x4x1x8:",
-    ),
+    "torch, input channels": ({"layout": "torch", "multiple_of": 16}, TORCH_16),
+    "input channels": ({"multiple_of": 16}, FLAX_16),
     "rules by path": (
         {"axes": RULES},
         "layers/query/kernel:2x6x3x2:1 layers/query/bias:2x3x2: layers/gain:2: head/kernel:6x4:0 "
@@ -157,10 +151,7 @@ CASES = {
         "layers/query/kernel:2x6x3x2:12 layers/key/kernel:2x6x3x2:1",
     ),
     # As ``optax.centralize`` has it, which in Flax's layout averages over outputs.
-    "a function for another layout": (
-        {"axes": lambda path, leaf: tuple(range(1, leaf.ndim))},
-        "weight:8x3x2x2:123 dense:4x6:1 bias:4:",
-    ),
+    "a function for another layout": ({"axes": lambda _, x: (*range(1, x.ndim),)}, OUTPUTS_FIRST),
     "a function that gives rules": (
         {"axes": lambda path, leaf: {2: 0, 3: "auto", 4: "stacked"}.get(leaf.ndim)},
         "layers/query/kernel:2x6x3x2:1 layers/query/bias:2x3x2: embed/embedding:7x4:0 "
@@ -278,15 +269,11 @@ class Mine(eqx.Module):
     tokens: jax.Array
 
 
-AMBIGUOUS = [
-    {"0.weight": jnp.ones((4, 3)), "0.bias": jnp.ones(4)},
-    {"net/~/conv2_d_transpose": {"w": jnp.ones((3, 3, 4, 5))}},
-    {"weight": jnp.ones((4, 3))},
-    Mine(jnp.eye(3), jnp.eye(3)),
-]
+EITHER = [{"0.weight": jnp.ones((4, 3)), "0.bias": jnp.ones(4)}, {"weight": jnp.ones((4, 3))}]
+EITHER += [{"net/~/conv2_d_transpose": {"w": jnp.ones((3, 3, 4, 5))}}, Mine(jnp.eye(3), jnp.eye(3))]
 
 
-@pytest.mark.parametrize("params", AMBIGUOUS)
+@pytest.mark.parametrize("params", EITHER)
 def test_what_may_be_of_several_layouts_is_refused(params):
     """Its outputs may be first or last, and the wrong mean is no error of any kind."""
     tx = centralize_gradients()
@@ -295,11 +282,10 @@ def test_what_may_be_of_several_layouts_is_refused(params):
             call(params)
 
 
-LAYOUTS = [({"layout": "equinox"}, (1,)), ({"axes": {"weight": 1}}, (1,))]
-LAYOUTS += [({"layout": "linen"}, (0,))]
+AXES = [({"layout": "equinox"}, (1,)), ({"axes": {"weight": 1}}, (1,)), ({"layout": "linen"}, (0,))]
 
 
-@pytest.mark.parametrize(("options", "axes"), LAYOUTS)
+@pytest.mark.parametrize(("options", "axes"), AXES)
 def test_a_word_says_which_layout_it_is(options, axes):
     found = averaged(centralize_gradients(**options), Mine(wave(3, 3), wave(3, 3)))
     assert found["weight"] == axes and (axes == (0,) or found["tokens"] == ())

@@ -472,20 +472,20 @@ def test_devices_of_a_target_are_had_beside_those_at_hand():
 
 
 LOW = {name: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for name, x in cases.LEAVES.items()}
-EIGHT_BITS = {"*mu": "int8", "*nu": "log8"}
+STORED = {"bfloat16": "bfloat16", "log8": "log8", "int8": {"*mu": "int8", "*nu": "log8"}}
 # Bytes a param that may be read and written; those of AdamW in f32 are 28.
 
 
 @on(CPU, V5E, H100)
-@pytest.mark.parametrize("moments", ["bfloat16", EIGHT_BITS], ids=["bfloat16", "8 bits"])
+@pytest.mark.parametrize("moments", STORED)
 def test_what_is_stored_low_is_read_and_written_once(target, moments):
     """AdamW on 16 leaves: temporaries of a tenth of f32 params, and the bytes of what is stored."""
-    tx = boostax.precision.store(optax.adamw(1e-3), params="stochastic", moments=moments)
+    tx = boostax.precision.store(optax.adamw(1e-3), params="stochastic", moments=STORED[moments])
     found, count = cases.on_one_chip(tx, target, params=LOW), BYTES / 4
     moved = found.traffic.most / count
     print(f"{found.temporary_bytes / BYTES:.3f} P of temporaries, {moved:.1f} bytes a param")
     assert found.temporary_bytes <= 0.1 * BYTES
-    assert moments != EIGHT_BITS or moved <= {CPU: 28, V5E: 12, H100: 22}[target]
+    assert moments == "bfloat16" or moved <= {CPU: 28, V5E: 11, H100: 16}[target]
 
 
 BY_ELEMENT = {
@@ -633,14 +633,15 @@ def test_weights_are_gathered_once_or_held_a_layer_at_a_time(weights, target, mo
 
 
 @on(H100)
-def test_a_stored_state_of_released_layers_takes_five_bytes_a_param(target):
+@pytest.mark.parametrize(("moments", "most"), [("log8", 5.4), ("int8", 5.1)])
+def test_a_stored_state_of_released_layers_takes_five_bytes_a_param(target, moments, most):
     """Params, moments and scales; with all temporaries, the gradients of the tables among them."""
-    wrap = functools.partial(boostax.precision.store, params="stochastic", moments=EIGHT_BITS)
+    wrap = functools.partial(boostax.precision.store, params="stochastic", moments=STORED[moments])
     how = {"wrap": wrap, "dtype": jnp.bfloat16, "layers": boostax.train.Layers(release=True)}
     found = boostax.audit(*scanning("whole", target, **how), target=target)
     kept, beside = found.argument_bytes / found.params, found.temporary_bytes / found.params
     print(f"{kept:.3f} bytes a param of params and state, {beside:.3f} of temporaries")
-    assert kept <= 4.1 and kept + beside <= 5.1
+    assert kept <= 4.1 and kept + beside <= most
 
 
 @on(V5E, H100)

@@ -76,6 +76,7 @@ def masked(tx):
     return optax.masked(tx, {"a": True, "b": False})
 
 
+compared = boostax.precision.check_replicas
 inject, trace = optax.inject_hyperparams, optax.trace(0.9)
 injected = inject(optax.sgd)(learning_rate=falling)
 step_down, falls = optax.scale_by_learning_rate, scaled(optax.adam(falling))
@@ -163,6 +164,8 @@ WRONG = {
         ("scaler in partition", sides(scaled(sgd)), scaled(sides(sgd))),
         ("accumulate in masked", masked(window(sgd)), window(masked(sgd))),
         ("scaler inside conditionally_transform", odd(scaled(sgd)), scaled(odd(sgd))),
+        ("check_replicas inside accumulate", window(compared(sgd)), compared(window(sgd))),
+        ("check_replicas inside scaler", scaled(compared(sgd)), compared(scaled(sgd))),
     ],
     "Pass axis_name=": [
         ("scaler without the axis 'data'", scaled(mean, adam), scaled(mean, adam, **AXIS)),
@@ -176,7 +179,10 @@ WRONG = {
     ],
     "Use boostax.accumulate": [("mean inside MultiSteps", multi(mean, adam), averaged)],
     "Put {0} outermost": [("scheduled_freeze inside the chain", scaled(frozen), freezes)],
-    "boostax.scheduled_freeze": [("set_to_zero in a partition", sides(zero), freeze(sgd))],
+    "boostax.scheduled_freeze": [
+        ("set_to_zero in partition", sides(zero), freeze(sgd)),
+        ("set_to_zero in masked", chain(sgd, masked(zero)), freeze(sgd)),
+    ],
     "Leave one learning rate out": [("the whole chain", chain(adam, sgd), adam)],
     "End the chain with optax.scale_by_learning_rate": [("the whole chain", moments, adam)],
     "error_feedback=True": [("top_k without error feedback", chain(lossy, sgd), chain(top_k, sgd))],

@@ -120,6 +120,36 @@ def test_a_window_of_several_calls_has_no_loss_to_search(name):
         by_step(boostax.accumulate(OPTIMIZERS[name](), 2))
 
 
+@pytest.mark.parametrize("normalize", ["mean", "sum", "weight", ("all",)])
+@pytest.mark.parametrize("sums", [None, "local", "sharded"])
+def test_an_optimizer_of_the_loss_gets_that_of_the_whole_window(mesh, sums, normalize):
+    """Defect guarded against: Polyak's step had the window's gradient and the last call's loss."""
+    rows, counts = np.linspace(0.5, 2, 24), np.arange(24.0) % 3 > 0
+    is_mean = normalize in ("mean", "sum")
+
+    def loss(params, batch):
+        x, mask = batch
+        total, tokens = loss_fn(params, x * mask) * x.size, mask.sum()
+        result = {"all": (total, tokens)} if normalize == ("all",) else total / tokens
+        weight = tokens if normalize == "weight" else None
+        return (loss_fn(params, x) if is_mean else result), boostax.Aux(weight=weight)
+
+    reduction = [boostax.all_reduce()] if sums else []
+    tx, how = optax.chain(*reduction, optax.polyak_sgd()), {"mesh": mesh} if sums else {}
+    tx = boostax.accumulate(
+        tx, 3 if sums == "local" else 4, normalize=normalize, sums=sums or "local"
+    )
+    step = boostax.make_train_step(loss, tx, has_aux=True, **how)
+    state = step.init(START)
+    for i in range(3):
+        state, _ = step(state, (rows[i::3], counts[i::3] | (i == 2)))
+    counts[2::3] = True
+    share = np.average(rows, weights=None if is_mean else counts) * (3 if normalize == "sum" else 1)
+    value, grad = jax.value_and_grad(lambda p: loss_fn(p, share))(START)
+    updates, _ = optax.polyak_sgd().update(grad, optax.polyak_sgd().init(START), value=value)
+    assert_near(step.flush(state).params, optax.apply_updates(START, updates))
+
+
 def test_what_is_asked_for_is_read_through_wrappers():
     inner = optax.chain(optax.clip(1.0), optax.lbfgs())
     scaled = boostax.dynamic_loss_scale(boostax.accumulate(inner, 1))

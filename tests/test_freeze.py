@@ -16,6 +16,7 @@ from reducing import in_turn, mesh_of
 from training import fit, follow, losses_of
 
 import boostax
+from boostax._core import trees
 from boostax.freeze.schedules import HostDepth
 from boostax.freeze.stages import NEVER, staged
 
@@ -306,6 +307,23 @@ def test_schedules_of_each_depth_go_by_the_steps_of_the_run(optimizer):
             w, state = step(w, state)
         found.append([*map(float, w)])
     assert found[0] == found[1]
+
+
+RESTS = {"adam": optax.adam(0.1), "schedule": optax.sgd(SCHEDULE)}
+
+
+@pytest.mark.parametrize("driver", ["host", "switch"])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, boostax.dynamic_loss_scale])
+@pytest.mark.parametrize("name", RESTS)
+def test_a_part_of_a_partition_rests_with_its_count_while_nothing_in_it_trains(name, wrap, driver):
+    """Defect guarded against: the first step of a thawed layer was two learning rates long."""
+    params, loss = {"a": jnp.ones(2), "b": jnp.ones(2)}, lambda p, x: x * (p["a"] * p["b"]).sum()
+    inner = optax.partition({x: RESTS[name] for x in params}, lambda p: {x: x for x in p})
+    tx = boostax.scheduled_freeze(wrap(inner), {"a": 0, "b": 1}, [1, 1, 1, 0])
+    states = [fit(loss, tx, params, [1.0] * n, freeze_driver=driver)[0] for n in (0, 3, 4)]
+    parts = [trees.find(x, optax.PartitionState)[0].inner_states for x in states]
+    chex.assert_trees_all_equal(parts[0]["a"], parts[1]["a"])
+    assert [int(optax.tree.get(parts[2][x], "count")) for x in "ab"] == [1, 4]
 
 
 def test_a_function_of_the_step_is_a_schedule_for_so_many_steps_and_no_more():

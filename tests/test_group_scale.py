@@ -141,8 +141,7 @@ def test_a_true_overflow_in_f16_is_found_and_mended():
         hidden = scale_boundary(hidden, scales, 1, 2) * params["c"].astype(jnp.float16)
         return jnp.mean(hidden.astype(jnp.float32))
 
-    tx = group_loss_scale(optax.sgd(0.0), THREE)
-    params = {"a": jnp.float32(1.0), "b": jnp.float32(1.0), "c": jnp.float32(1.0)}
+    tx, params = group_loss_scale(optax.sgd(0.0), THREE), grads_of(1.0, 1.0, 1.0)
     state, x = tx.init(params), jnp.full(1, 0.01, jnp.float16)
     step = jax.jit(functools.partial(by_hand, tx, loss))
     for _ in range(40):
@@ -198,8 +197,7 @@ def test_the_first_gradient_sets_a_measured_scale():
     for call in range(3):
         # What is below f16 comes out zero.
         state = updated(state, *np.float32(np.float16(true * np.asarray(state.scales))), **options)
-        if call == 0:
-            assert (state.largest > 0).tolist() == [False, True, True]
+        assert call > 0 or (state.largest > 0).tolist() == [False, True, True]
     scaled = true * np.asarray(state.scales)
     assert ((scaled > 2.0**10) & (scaled <= 2.0**12)).all(), scaled
 
@@ -283,8 +281,7 @@ def test_a_boundary_multiplies_the_cotangent_and_nothing_else(dtype):
 
 
 def test_scale_boundary_reads_the_state_and_does_nothing_without_one():
-    state = optax.chain(group_loss_scale(SGD, THREE)).init(grads_of(0, 0, 0))
-    state = (state[0]._replace(table=SCALES),)
+    state = (start()._replace(table=SCALES),)
     assert float(jax.grad(lambda x: scale_boundary(x, state, 2, 0))(1.0)) == 2.0**-5
     x = jnp.ones(3)
     adam = optax.adam(1.0).init(x)
@@ -356,9 +353,8 @@ def test_groups_keep_gradients_that_every_single_scale_loses():
 
     true = 2.0 ** (-2 - 3.0 * np.arange(count)[::-1])
     tx = group_loss_scale(optax.identity(), [*range(count)], rule="measure", max_scale=2.0**60)
-    state = tx.init(params)
+    state, kept = tx.init(params), np.zeros(count, bool)
     step = jax.jit(functools.partial(by_hand, tx, loss))
-    kept = np.zeros(count, bool)
     for _ in range(20):
         updates, state = step(params, state, x)
         kept |= np.array([float(g[0]) for g in updates]) == true

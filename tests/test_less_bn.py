@@ -93,28 +93,22 @@ def nested(x, conv, norm):
     return x + y
 
 
-KINDS = {
-    plain: (),
-    basic: ("norm_1",),
-    functools.partial(basic, act=functools.partial(nn.gelu, approximate=True)): ("norm_1",),
-    basic_shortcut_first: ("norm_1",),
-    bottleneck_downsample: ("norm_1", "norm_2", "norm_d"),
-    preactivation: ("norm_3",),
-    inverted_residual: ("norm_1", "norm_2"),
-    dense_block: ("norm_1", "norm_3"),
-    shuffle_unit: ("norm_1", "norm_2"),
-    inception: (),
-    two_towers: (),
-    nested: ("norm_1", "norm_3"),
+# Blocks, and the norms of each that go.
+BLOCKS = {
+    "plain": (plain, ()),
+    "basic": (basic, ("norm_1",)),
+    "basic_gelu": (functools.partial(basic, act=nn.gelu), ("norm_1",)),
+    "basic_shortcut_first": (basic_shortcut_first, ("norm_1",)),
+    "bottleneck_downsample": (bottleneck_downsample, ("norm_1", "norm_2", "norm_d")),
+    "preactivation": (preactivation, ("norm_3",)),
+    "inverted_residual": (inverted_residual, ("norm_1", "norm_2")),
+    "dense_block": (dense_block, ("norm_1", "norm_3")),
+    "shuffle_unit": (shuffle_unit, ("norm_1", "norm_2")),
+    "inception": (inception, ()),
+    "two_towers": (two_towers, ()),
+    "nested": (nested, ("norm_1", "norm_3")),
 }
-
-
-def blocks(*short):
-    """Blocks and the norms of each that go; only the named ones take part in quick runs."""
-    marks = {True: [], False: [pytest.mark.long]}
-    kinds = [(getattr(x, "__name__", "basic_gelu"), x, gone) for x, gone in KINDS.items()]
-    params = [pytest.param(k, v, id=name, marks=marks[name in short]) for name, k, v in kinds]
-    return pytest.mark.parametrize(("block", "removed"), params)
+QUICK = "plain basic bottleneck_downsample preactivation inverted_residual dense_block".split()
 
 
 class Linen(nn.Module):
@@ -159,9 +153,8 @@ class NNX(nnx.Module):
             return layer(name, make)(x)
 
         def norm(x, name):
-            if name in self.skip:
-                return x
-            return layer(name, lambda: nnx.BatchNorm(x.shape[-1], rngs=self.rngs))(x)
+            make = functools.partial(nnx.BatchNorm, x.shape[-1], rngs=self.rngs)
+            return x if name in self.skip else layer(name, make)(x)
 
         x = self.block(nn.relu(norm(conv(x, "stem"), "stem_norm")), conv, norm).mean((1, 2))
         head = NormalizedLinear if self.cosines else lambda linear: linear
@@ -169,8 +162,9 @@ class NNX(nnx.Module):
         return layer("head", lambda: head(nnx.Linear(8, 3, rngs=self.rngs)))(x)
 
 
-@blocks(*"plain basic bottleneck_downsample preactivation inverted_residual dense_block".split())
-def test_linen_equals_the_model_written_without_those_layers(block, removed):
+@pytest.mark.parametrize("kind", lanes(BLOCKS, QUICK))
+def test_linen_equals_the_model_written_without_those_layers(kind):
+    block, removed = BLOCKS[kind]
     model, report = less_bn(Linen(block), IMAGES)
     assert report.removed == removed and report.head == "head"
     by_hand = Linen(block, removed, cosines=True)
@@ -189,8 +183,9 @@ def test_linen_equals_the_model_written_without_those_layers(block, removed):
 
 
 # The rule is the same code; what differs is how layers are marked and replaced.
-@blocks("basic", "bottleneck_downsample")
-def test_nnx_equals_the_model_written_without_those_layers(block, removed):
+@pytest.mark.parametrize("kind", lanes(BLOCKS, ["basic", "bottleneck_downsample"]))
+def test_nnx_equals_the_model_written_without_those_layers(kind):
+    block, removed = BLOCKS[kind]
     original = NNX(block)
     before = nnx.state(original)
     model, report = less_bn(original, IMAGES)
@@ -244,8 +239,7 @@ def test_the_user_may_choose(remove, removed, reasons):
     assert report == less_bn(NNX(basic), IMAGES, remove=remove)[1] and report.removed == removed
     assert reasons is None or {norm.reason for norm in report.norms} == reasons
     by_hand = Linen(basic, removed, cosines=True)
-    shapes = [jax.eval_shape(each.init, KEY, IMAGES) for each in (model, by_hand)]
-    assert shapes[0] == shapes[1]
+    assert jax.eval_shape(model.init, KEY, IMAGES) == jax.eval_shape(by_hand.init, KEY, IMAGES)
 
 
 def test_without_a_normalized_head_only_norms_change():
@@ -393,14 +387,11 @@ def test_the_head_is_the_dense_that_nothing_follows():
 
 
 CHANGED = less_bn(Linen(basic), IMAGES)[0]
-
-
+NO_NORM = r"match BatchNorms, got 'bn\*'\. BatchNorms: stem_norm, norm_1, norm_2\."
 WRONG = {
     "module must be a flax.linen.Module or .*, got .*'str'": ("net", {}),
     "module must be .* that less_bn has not changed yet, got .*LessBN": (CHANGED, {}),
-    r"match BatchNorms, got 'bn\*'\. BatchNorms: stem_norm, norm_1, norm_2\.": (
-        (Linen(basic), {"remove": ["norm_1", "bn*"]})
-    ),
+    NO_NORM: (Linen(basic), {"remove": ["norm_1", "bn*"]}),
     "match BatchNorms, got 'n'": (Linen(basic), {"remove": "norm_1"}),
     "BatchNorms: stem_norm: in no residual branch; norm_1: in no ": (Linen(plain), {}),
     "removes a BatchNorm, got None. Nothing would change. .*: none.": (nn.Dense(2), {}),
@@ -486,8 +477,7 @@ def problem(dtype=f32, scale=1.0):
 @pytest.mark.parametrize("scale", lanes([1e-30, 1e-3, 1.0, 1e30], [1e-30, 1e30]))
 def test_head_against_numpy(dtype, scale):
     """Lengths over- or underflow in no dtype."""
-    if dtype == f16:
-        scale = {1e-30: 1e-3, 1e30: 1e4}.get(scale, scale)
+    scale = {1e-30: 1e-3, 1e30: 1e4}.get(scale, scale) if dtype == f16 else scale
     with jax.enable_x64(dtype == f64):
         x, kernel, multiplier, bias = problem(dtype, scale)
         y = normalized_dense(x, kernel.astype(dtype), multiplier, bias)

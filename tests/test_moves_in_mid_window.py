@@ -68,6 +68,16 @@ def reduced(op="mean"):
     return optax.chain(boostax.all_reduce(AXIS, op=op), SGD)
 
 
+def by_loss(op="mean"):
+    """Steps of the length of the loss."""
+
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda g: jnp.full_like(g, -0.1 * value), updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    return optax.chain(boostax.all_reduce(AXIS, op=op), tx)
+
+
 window = functools.partial(boostax.accumulate, every=scheduled, axis_name=AXIS)
 weighed = functools.partial(window, normalize="weight")
 scaled = functools.partial(boostax.dynamic_loss_scale, init_scale=2.0**10, axis_name=AXIS)
@@ -81,6 +91,9 @@ REPLICAS = {
     "mean, in shards": (mean_loss, lambda: window(reduced(), sums="sharded"), {}),
     "by weight, in shards": (token_loss, lambda: weighed(scaled(reduced()), sums="sharded"), ZERO),
     "before a sum": (sum_loss, lambda: window(scaled(reduced("sum"))), {}),
+    "mean of losses, before a sum": (mean_loss, lambda: window(by_loss("sum")), {}),
+    "losses by weight": (token_loss, lambda: weighed(by_loss()), {"has_aux": True}),
+    "losses, in shards": (token_loss, lambda: weighed(by_loss(), sums="sharded"), ZERO),
     "sum before a sum": (sum_loss, lambda: window(reduced("sum"), normalize="sum"), {}),
 }
 

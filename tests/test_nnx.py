@@ -73,6 +73,12 @@ def placed(model, mesh, spec=lambda x: P()):
     return model
 
 
+def with_optimizer(model, tx, mesh=None, wrt=nnx.Param):
+    """The model, on all devices of a mesh if there is one, and its optimizer."""
+    model = placed(model, mesh) if mesh else model
+    return model, Optimizer(model, tx, wrt=wrt, axis_name="data" if mesh else None)
+
+
 @nnx.jit
 def train_step(model, optimizer, x):
     (loss, _), grads = optimizer.value_and_grad(loss_fn, has_aux=True)(model, x)
@@ -140,11 +146,10 @@ def test_it_trains_as_flax_does_to_the_bit():
     for seed in range(3):
         results = step(one, mine, rows(seed)), step(other, theirs, rows(seed))
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *results)
-    for a, b in ((one, other), (mine, theirs)):
-        states = (jax.tree.leaves(nnx.as_pure(nnx.state(each))) for each in (a, b))
-        for x, y in zip(*states, strict=True):
-            if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                np.testing.assert_allclose(x, y, atol=1e-6)
+    states = (jax.tree.leaves(nnx.as_pure(nnx.state(x))) for x in ((one, mine), (other, theirs)))
+    for x, y in zip(*states, strict=True):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(x, y, atol=1e-6)
 
 
 def test_a_held_call_writes_no_params():
@@ -166,16 +171,14 @@ def test_a_held_call_writes_no_params():
 
 
 def test_a_skipped_step_never_was():
-    model = Net(rate=0.0)
-    optimizer = Optimizer(model, boostax.dynamic_loss_scale(optax.adamw(1e-2)), wrt=nnx.Param)
+    model, optimizer = with_optimizer(Net(rate=0.0), boostax.dynamic_loss_scale(optax.adamw(1e-2)))
     train_step(model, optimizer, rows(0))
     kept = lambda: nnx.as_pure(nnx.state(model, (nnx.Param, nnx.BatchStat)))  # noqa: E731
     before = jax.tree.map(jnp.copy, (kept(), nnx.as_pure(optimizer.opt_state).inner_state))
     train_step(model, optimizer, rows(0).at[0, 0].set(jnp.inf))
     after = kept(), nnx.as_pure(optimizer.opt_state).inner_state
     jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert int(boostax.metrics(optimizer.opt_state)["skipped"]) == 1
-    assert int(optimizer.step[...]) == 2
+    assert int(boostax.metrics(optimizer.opt_state)["skipped"]) == 1 and optimizer.step[...] == 2
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -209,8 +212,7 @@ def test_sharded_params_are_reduced_once_and_stay(mesh, microbatches):
 
 
 def test_replicas_draw_apart_and_agree_on_statistics(mesh):
-    model = placed(Net(), mesh)
-    optimizer = Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
+    model, optimizer = with_optimizer(Net(), REDUCED, mesh)
     same = jax.device_put(jnp.tile(rows(0)[:4], (4, 1)), NamedSharding(mesh, P("data")))
 
     @nnx.jit
@@ -238,8 +240,7 @@ def test_statistics_that_a_loss_leaves_unchanged_keep_their_bits(microbatches):
 
 
 def test_metrics_and_weights_of_a_loss_are_combined():
-    model = nnx.Linear(64, 1, rngs=nnx.Rngs(0))
-    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    model, optimizer = with_optimizer(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1))
 
     def weighed(model, x, mask):
         total = mask.sum()
@@ -255,28 +256,20 @@ def test_metrics_and_weights_of_a_loss_are_combined():
     np.testing.assert_allclose(grads["kernel"], by_hand["kernel"][...], atol=1e-6)
 
 
-@pytest.fixture
-def reduced():
-    """A layer over four replicas and its optimizer."""
-    model = placed(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), a_mesh(4))
-    return model, Optimizer(model, REDUCED, wrt=nnx.Param, axis_name="data")
-
-
-def test_what_is_given_by_name_is_not_split(reduced):
-    model, optimizer = reduced
+def test_what_is_given_by_name_is_not_split():
+    model, optimizer = with_optimizer(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), REDUCED, a_mesh(4))
     loss = lambda model, x, *, scale, kind: scale.sum() * model(x).mean() * len(kind)  # noqa: E731
     value, _ = optimizer.value_and_grad(loss)(model, rows(0), scale=jnp.ones(3), kind="ab")
     np.testing.assert_allclose(value, 6 * model(rows(0)).mean(), rtol=1e-5)
 
 
-def test_a_loss_that_closes_over_its_batch_is_refused_over_replicas(reduced):
+def test_a_loss_that_closes_over_its_batch_is_refused_over_replicas():
     """Defect guarded against: each of them computed the loss of all rows."""
-    model, optimizer = reduced
+    model, optimizer = with_optimizer(nnx.Linear(64, 1, rngs=nnx.Rngs(0)), REDUCED, a_mesh(4))
     with pytest.raises(TypeError, match=r"batch must be given .*Pass the batch to"):
         optimizer.value_and_grad(lambda model: model(rows(0)).mean())(model)
     # Replicas that draw apart have no need of rows.
-    drawing = placed(Net(64), a_mesh(4))
-    drawn = Optimizer(drawing, REDUCED, wrt=nnx.Param, axis_name="data")
+    drawing, drawn = with_optimizer(Net(64), REDUCED, a_mesh(4))
     drawn.value_and_grad(lambda model: model(jnp.ones((2, 64))).mean())(drawing)
     alone = boostax.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     alone.value_and_grad(lambda model: model(rows(0)).mean())(model)
@@ -286,8 +279,7 @@ def test_a_checkpoint_of_an_open_window_goes_on(tmp_path):
     """Saved and restored as Flax's guide does with ``nnx.Optimizer``."""
 
     def make():
-        model = placed(Net(rate=0.0), a_mesh(4))
-        return model, Optimizer(model, windowed("data"), wrt=nnx.Param, axis_name="data")
+        return with_optimizer(Net(rate=0.0), windowed("data"), a_mesh(4))
 
     def pure(model, optimizer):
         return nnx.to_pure_dict(nnx.state((model, optimizer), nnx.Not(nnx.RngState)))
@@ -309,9 +301,8 @@ def test_a_checkpoint_of_an_open_window_goes_on(tmp_path):
 
 def test_what_is_frozen_leaves_the_backward_pass():
     def dots(depth):
-        model = Net(rate=0.0)
         tx = boostax.scheduled_freeze(optax.adam(1e-3), [["up", "norm"], "down"], depth)
-        optimizer = Optimizer(model, tx, wrt=nnx.Param)
+        model, optimizer = with_optimizer(Net(rate=0.0), tx)
         text = train_step.lower(model, optimizer, rows(0)).lowered.as_text()
         train_step(model, optimizer, rows(0))
         return text.count("dot_general"), model
@@ -324,8 +315,7 @@ def test_what_is_frozen_leaves_the_backward_pass():
 
 
 def test_a_policy_lowers_the_products():
-    model = Layers()
-    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    model, optimizer = with_optimizer(Layers(), optax.sgd(0.1))
 
     def grads_of(policy):
         def loss(model, x):
@@ -341,8 +331,7 @@ def test_a_policy_lowers_the_products():
 
 
 def lora():
-    base = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    return nnx.LoRA(64, 4, 64, base_module=base, rngs=nnx.Rngs(1))
+    return nnx.LoRA(64, 4, 64, base_module=nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
 
 
 def test_params_that_are_not_trained_stay_where_they_are(mesh):
@@ -361,8 +350,7 @@ def test_params_that_are_not_trained_stay_where_they_are(mesh):
 
 
 def test_a_loss_that_sets_params_or_leaves_a_variable_behind_is_refused():
-    model = lora()
-    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    model, optimizer = with_optimizer(lora(), optax.sgd(0.1), wrt=nnx.LoRAParam)
 
     def setting(model, x):
         model.base_module.bias[...] += 1
@@ -387,8 +375,7 @@ def test_metadata_of_the_state_say_where_it_is(mesh):
         model = nnx.Linear(64, 8, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
         tx = boostax.accumulate(optax.chain(boostax.all_reduce("data"), optax.adam(0.1)), 2)
         state = nnx.state(Optimizer(model, tx, wrt=nnx.Param, axis_name="data"))
-    named = jax.tree.leaves(nnx.as_pure(nnx.get_partition_spec(state)))
-    arrays = jax.tree.leaves(nnx.as_pure(state))
+    named, arrays = map(jax.tree.leaves, nnx.as_pure((nnx.get_partition_spec(state), state)))
     assert len(named) == len(arrays) and any(x.ndim == 3 for x in arrays)
     for spec, x in zip(named, arrays, strict=True):
         assert NamedSharding(x.sharding.mesh, spec).is_equivalent_to(x.sharding, x.ndim)
@@ -432,9 +419,8 @@ def test_a_changed_chain_goes_on_in_place_as_the_functional_form_does(axis):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_state_is_put_back_for_another_number_of_replicas(kind):
-    old, model = warmed("data", kind)[1], nnx.Linear(64, 4, rngs=nnx.Rngs(0))
-    model = placed(model, a_mesh(2, kind))
-    new = Optimizer(model, windowed("data"), wrt=nnx.Param, axis_name="data")
+    old, layer = warmed("data", kind)[1], nnx.Linear(64, 4, rngs=nnx.Rngs(0))
+    model, new = with_optimizer(layer, windowed("data"), a_mesh(2, kind))
     where = jax.tree.map(lambda x: x.sharding, nnx.as_pure(new.opt_state))
     for other, message in (
         (old, r"shaped \(2, 4\) at .*boostax\.reshard_state\(state, n\)"),

@@ -119,6 +119,52 @@ def test_a_loop_refuses_and_warns_of_what_a_train_step_does(seed):
         )
 
 
+KEEPS = {"a": True, "b": False}
+NESTED = {
+    "check_replicas inside loss_scale": dynamic_loss_scale(precision.check_replicas(ADAM)),
+    "check_replicas inside accumulate": boostax.accumulate(precision.check_replicas(ADAM), 2),
+    "accumulate in partition": optax.partition(
+        {True: boostax.accumulate(ADAM, 2), False: ADAM}, KEEPS
+    ),
+    "set_to_zero in masked": dynamic_loss_scale(
+        optax.chain(ADAM, optax.masked(optax.set_to_zero(), KEEPS))
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NESTED)
+def test_a_part_in_a_wrong_wrapper_is_reported_in_each_loop(what):
+    tx = NESTED[what]
+    assert what in str(reported(functools.partial(boostax.make_train_step, loss, tx)))
+    # A state does not show what has no state.
+    for loop in (applied, updated, differentiated)[: 1 if "zero" in what else 3]:
+        jitted = jax.jit(functools.partial(loop, tx)).lower
+        assert what in str(reported(functools.partial(jitted, PARAMS, tx.init(PARAMS), X)))
+
+
+@pytest.mark.parametrize("name", ["norm clip", "clip", "decay", "rate", "nothing"])
+def test_a_search_along_a_changed_gradient_is_reported_without_the_slope(name):
+    tx = optax.chain(
+        LINKS[name](), boostax.dim_reduce({"a": jnp.eye(3), "b": jnp.zeros((3, 2, 2))})
+    )
+
+    def update(has_slope, params, state):
+        value, grads = jax.value_and_grad(loss)(params, X)
+        extra = {
+            "value": value,
+            "value_fn": lambda w: loss(w, X),
+            "grad": grads if has_slope else None,
+        }
+        return tx.update(grads, state, params, **extra)
+
+    for has_slope in (False, True):
+        jitted = jax.jit(functools.partial(update, has_slope)).lower
+        got = reported(functools.partial(jitted, PARAMS, tx.init(PARAMS)))
+        assert ("the slope of the loss" in str(got)) == (
+            not has_slope and name not in ("rate", "nothing")
+        )
+
+
 # What may happen to gradients between the backward pass and a scaler, and what may not.
 LINEAR = {
     "cast": lambda g, w: g.astype(jnp.bfloat16).astype(g.dtype),
@@ -184,6 +230,17 @@ def test_a_nonlinear_rule_of_the_loss_is_no_change_after_the_backward_pass():
         return tx.update(jax.grad(scaled)(params), state, params)
 
     jax.jit(step).lower(PARAMS, tx.init(PARAMS), X)
+
+
+def test_a_decay_of_running_statistics_is_reported_once():
+    params = {"params": PARAMS, "batch_stats": {"mean": jnp.ones(3)}}
+    fn = lambda params, x: loss(params["params"], x)  # noqa: E731
+    for mask, count in ((None, 1), ({"params": True, "batch_stats": False}, 0)):
+        step = boostax.make_train_step(fn, optax.adamw(0.1, mask=mask))
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            step(step(step.init(params), X)[0], X)
+        assert all("on Flax's batch_stats: the running" in str(x.message) for x in caught)
+        assert len(boostax.explain(step, params).findings) == len(caught) == count
 
 
 def test_an_optimizer_on_a_mesh_and_of_nnx_check_their_chain_and_gradients():

@@ -142,6 +142,7 @@ def unscaled(where):
     return trained(PARTIAL[where](SGD))
 
 
+@pytest.mark.filterwarnings(r"ignore:\w+. set_to_zero in")
 @pytest.mark.parametrize(("kind", "where"), spread(SCALERS, PARTIAL))
 def test_the_mended_is_bit_for_bit_as_without_a_scaler(kind, where):
     mended = trained(SCALERS[kind](PARTIAL[where](SGD)))

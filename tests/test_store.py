@@ -15,6 +15,7 @@ from lanes import lanes, spread
 from median_gate import median_gate
 from memory import temporary_bytes
 from reducing import mesh_of
+from stored_accuracy import FORMS
 from training import follow, losses_of, walk
 
 import boostax
@@ -328,6 +329,57 @@ def test_second_moments_in_int8_warn():
     tx = store(optax.adam(1e-3), moments={"*mu": "log8", "*nu": "int8"})
     with pytest.warns(UserWarning, match="int8 rounds small values of .*nu' to 0, .* Use 'log8'"):
         tx.init(jnp.ones((64, 64)))
+
+
+RATE, SEEN = 1e-2, {"e": (64, 256), "experts": (4, 8, 256), "lora": (32, 256), "thawed": (8, 256)}
+RECOMMENDED = [name for name, x in FORMS.items() if x.recommended and x.options is not None]
+
+
+def seldom(step):
+    """Gradients of rows and of an expert that are rarely seen, and of a leaf that thaws."""
+    rows = np.random.default_rng(step).integers(0, 32 if step % 50 else 48, 8)
+    rng, grads = np.random.default_rng(1000 + step), {k: np.zeros(x, "f4") for k, x in SEEN.items()}
+    np.add.at(grads["e"], rows, rng.normal(size=(8, 256)).astype("f4"))
+    grads["experts"][step % 3 if step % 50 else 3] = rng.normal(size=(8, 256))
+    grads["lora"] += rng.normal(size=(32, 256))
+    grads["thawed"] += rng.normal(size=(8, 256)) * (step >= 60)
+    return grads
+
+
+@functools.cache
+def longest_steps(name):
+    """The longest step of an element of each leaf, in learning rates, of 100 micro-steps."""
+    form, adam = FORMS[name], optax.adam(RATE)
+    tx = adam if form.options is None else store(adam, **form.options, least=1)
+    tx = tx if form.window is None else boostax.accumulate(tx, 4, **form.window)
+    params = jax.tree.map(jnp.zeros, SEEN, is_leaf=lambda x: isinstance(x, tuple))
+    params["lora"] = some(0, (32, 8))["w"] / 8, jnp.zeros((8, 256))
+    params = low(params) if form.low else params
+
+    def step(carry, grads):
+        ab = carry[0]["lora"]  # Before the first step b is 0, and so is the gradient of a.
+        fitted = jax.grad(lambda ab: jnp.mean((ab[0] @ ab[1] - grads["lora"]) ** 2))(ab)
+        after = applied(tx)(*carry, grads | {"lora": fitted})
+        moved = jax.tree.map(lambda x, y: jnp.abs(x - y).max(), masters(*after), masters(*carry))
+        return after, moved
+
+    grads = jax.tree.map(lambda *x: np.stack(x), *map(seldom, range(100)))
+    _, moved = jax.jit(lambda start: jax.lax.scan(step, start, grads))((params, tx.init(params)))
+    return jax.tree.map(lambda x: float(x.max()) / RATE, moved)
+
+
+@pytest.mark.parametrize("name", RECOMMENDED)
+def test_no_step_of_a_recommended_form_is_twice_as_long_as_in_f32(name):
+    """Defect guarded against: a card recommended int8 for first moments of embeddings."""
+    plain = longest_steps("f32" if FORMS[name].window is None else "f32, window")
+    found = longest_steps(name)
+    assert jax.tree.all(jax.tree.map(lambda x, y: x <= 2 * y, found, plain)), (found, plain)
+
+
+def test_first_moments_in_int8_make_long_steps_of_rarely_seen_rows():
+    """As the card says, of up to 49 learning rates, less than 2 in f32."""
+    found = longest_steps("params f32, moments int8 and log8")["e"]
+    assert 48 < found < 50 and longest_steps("f32")["e"] < 2
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor", "muon"])

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
+import operator
 
 import chex
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_cases import CASES
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lanes import spread
@@ -195,6 +198,55 @@ def test_a_state_keeps_its_dtypes_with_params_in_bf16(name, wrap, microbatches):
     first = params, tx.init(params)
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
     assert jax.eval_shape(step, *first, jnp.ones((4, 8))) == types
+
+
+# Optax's novograd, galore and lbfgs refuse gradients that are wider than the params.
+NAMES = """adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb
+lars lion nadam nadamw optimistic_adam_v2 polyak_sgd radam rmsprop rprop sgd signum
+sm3 yogi contrib.ademamix contrib.cocob contrib.dog contrib.dowg contrib.momo contrib.momo_adam
+contrib.muon contrib.prodigy contrib.schedule_free_adamw contrib.sophia"""
+APART = ("dim_reduce", "group_loss_scale", "clip_by_global_norm")
+REDUCED = [x for x in CASES if not x.name.startswith(APART)]
+
+
+@pytest.mark.parametrize(
+    ("of", "policy", "count"), spread([*REDUCED, *NAMES.split()], [None, "O3", "O2", "O1"], [2, 1])
+)
+def test_a_state_keeps_its_dtypes_in_a_step(mesh, of, policy, count):
+    """Defect guarded against: a reduction before Adam, micro-batches and bf16: f32 moments."""
+    if isinstance(of, str):
+        factory = operator.attrgetter(of)(optax)
+        how = (
+            {"learning_rate": 1e-3}
+            if "learning_rate" in inspect.signature(factory).parameters
+            else {}
+        )
+        tx, how = factory(**how), {}
+    else:
+        inner = (
+            optax.adam(1e-3) if of.reduces else optax.chain(boostax.all_reduce(), optax.adam(1e-3))
+        )
+        tx, how = of.make(inner, None), {"mesh": mesh}
+    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    params = jax.tree.map(lambda x: x.astype(jnp.float32 if policy else jnp.bfloat16), params)
+    loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)  # noqa: E731
+    step = boostax.make_train_step(loss, tx, policy=policy, microbatches=count, **how)
+    state, batch = step.init(params), jnp.ones((16, 8))
+    new, _ = jax.eval_shape(step, state, batch)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+
+
+@pytest.mark.parametrize("how", [{"mesh": True}, {"microbatches": 2}])
+def test_a_mask_of_the_rows_belongs_in_the_batch(mesh, how):
+    """Defect guarded against: every replica and micro-batch got the mask of all rows."""
+    tx = optax.chain(boostax.all_reduce(), optax.sgd(0.1)) if "mesh" in how else optax.sgd(0.1)
+    loss = lambda p, x, mask: jnp.mean(p["w"]) * x.mean() * mask.mean()  # noqa: E731
+    step = boostax.make_train_step(loss, tx, **how | ({"mesh": mesh} if "mesh" in how else {}))
+    with pytest.raises(
+        ValueError, match=r"mask must be without .* got \(16,\)\. Pass values of rows"
+    ):
+        step(step.init(PARAMS), np.ones((16, 4)), mask=np.ones(16))
+    step(step.init(PARAMS), np.ones((16, 4)), mask=np.ones(8))
 
 
 def test_value_and_grad_is_jax_value_and_grad_without_a_scaler():

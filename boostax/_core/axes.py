@@ -30,6 +30,8 @@ AxisName = str | tuple[str, ...]
 # The primitives of collectives. A primitive with the suffix "_invariant" returns a result whose
 # type is unvarying.
 COLLECTIVES = "psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute"
+# The axis name of a ``jax.vmap`` over independent runs; see ``any_seed``.
+SEEDS = "seeds"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +153,17 @@ def varying(x: object) -> frozenset[str]:
 
 
 def sent_over(eqns: Iterable[jaxprs.JaxprEqn]) -> list[tuple[str | int, ...]]:
-    """Return the axes of each collective among equations, including axes of ``vmap``."""
+    """Return the axes of each collective among equations, including axes of ``vmap``.
+
+    The equation of ``any_seed`` is no collective, because it compiles to a reduction on the device.
+    """
     sent: list[tuple[str | int, ...]] = []
     for eqn in eqns:
-        if eqn.primitive.name.removesuffix("_invariant") in COLLECTIVES:
+        if (name := eqn.primitive.name.removesuffix("_invariant")) in COLLECTIVES:
             names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            sent.append(names if isinstance(names, tuple) else (names,))
+            names = names if isinstance(names, tuple) else (names,)
+            if (name, names) != ("pmax", (SEEDS,)):
+                sent.append(names)
     return sent
 
 
@@ -276,6 +283,21 @@ def largest(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 def vmapped(names: tuple[str, ...]) -> bool:
     """Return whether ``jax.vmap`` bound the names; then some collectives have no batching rule."""
     return not frozenset(names).issubset(get_abstract_mesh().manual_axes)
+
+
+def any_seed(number: jax.Array) -> jax.Array | None:
+    """Return the maximum of a number over the runs of ``jax.vmap(..., axis_name="seeds")``.
+
+    The maximum is equal in all runs, so ``vmap`` does not turn a branch on the maximum into a
+    selection. Outside of such a ``vmap``, the result is ``None``.
+    """
+    try:
+        size(SEEDS)
+    except NameError:
+        return None
+    # With ``check_vma=True``, JAX has no collectives over an axis of ``vmap``.
+    manual = tuple(get_abstract_mesh().manual_axes)
+    return None if SEEDS in manual or tracked(manual) else lax.pmax(number, SEEDS)
 
 
 def require_invariant(predicate: jax.Array, who: str) -> None:

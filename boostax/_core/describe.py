@@ -11,8 +11,9 @@ replicas. ``value_fn`` and ``obj_fn`` are the loss as a function of the params. 
 only some params, or coordinates, passes inwards a function of those params or coordinates. ``grad``
 is the gradient of the loss, averaged over the replicas, with the same scale and projection as the
 gradients in the first argument. So a part that multiplies, masks or projects the gradients must do
-the same to ``grad``. A window over several calls does not pass on ``value_fn``, ``obj_fn`` or
-``grad``. ``carried`` contains the new values of the leaves of ``carry``, by path.
+the same to ``grad``. A window over several calls passes on the window's mean of ``value``, and does
+not pass on ``value_fn``, ``obj_fn`` or ``grad``. ``carried`` contains the new values of the leaves
+of ``carry``, by path.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ Stepped = tuple[PyTree, PyTree]
 Update = TypeVar("Update", bound=Callable[..., PyTree])
 
 # A role is the effect of a part on a gradient, and decides the position of the part in a chain.
-Gate = Literal["scaler", "window", "check"]
+Gate = Literal["scaler", "window", "check", "comparison"]
 AroundOptimizer = Literal["carry", "freeze", "storage"]
 # The first three roles reduce gradients; the last two reduce each replica's updates or params.
 Reduction = Literal["mean", "adasum", "compressed", "delta", "own params"]
@@ -111,11 +112,11 @@ def describe(
     Args:
       name: the factory's name.
       role: the effect of the part on a gradient, which decides its position in a chain:
-        ``"scaler"``, ``"window"``, ``"check"``, ``"carry"``, ``"freeze"``, ``"storage"``,
-        ``"mean"``, ``"adasum"``, ``"compressed"``, ``"delta"``, ``"own params"``, ``"centralize"``,
-        ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``, ``"momentum"``, ``"moments"``,
-        ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``, ``"recorder"``, ``"watch"``,
-        ``"nothing"``; ``"unknown"`` is not checked.
+        ``"scaler"``, ``"window"``, ``"check"``, ``"comparison"`` (of replicas), ``"carry"``,
+        ``"freeze"``, ``"storage"``, ``"mean"``, ``"adasum"``, ``"compressed"``, ``"delta"``,
+        ``"own params"``, ``"centralize"``, ``"norm clip"``, ``"clip"``, ``"decay"``, ``"noise"``,
+        ``"momentum"``, ``"moments"``, ``"sign"``, ``"rate"``, ``"schedule"``, ``"subspace"``,
+        ``"recorder"``, ``"watch"``, ``"nothing"``; ``"unknown"`` is not checked.
       axes: mesh axes over which the part reduces or agrees.
       inner: the inner transformations; the key of each is the name of the field with its state.
       what: a summary; by default the first line of the factory's docstring.

@@ -331,8 +331,20 @@ def branch(predicate: jax.Array, work: Branch, hold: Branch, *operands: PyTree) 
     This function makes all branches of boostax that carry state. ``work`` and ``hold`` must return
     the same types. The branch is a ``lax.switch``, because a switch preserves the order of the
     branches.
+
+    Under ``vmap`` the predicates of several runs may differ, so JAX runs both branches in each
+    call. In ``jax.vmap(..., axis_name="seeds")``, only calls in which the predicate of any run is
+    true run ``work``.
     """
-    return jax.lax.switch(predicate.astype(jnp.int32), [hold, work], *operands)
+    index = predicate.astype(jnp.int32)
+    if (largest := axes.any_seed(index)) is None:
+        return jax.lax.switch(index, [hold, work], *operands)
+
+    def select(*operands: PyTree) -> PyTree:
+        where = functools.partial(jnp.where, predicate)
+        return jax.tree.map(where, work(*operands), hold(*operands))
+
+    return jax.lax.switch(largest, [hold, select], *operands)
 
 
 def passed(state: PyTree) -> jax.Array:

@@ -159,11 +159,12 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
         "The loss scale still multiplies these gradients, so a bound depends on the scale. Clip "
         "inside the scaler: dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), ...))."
     )
-    checks.require(not _is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
+    checks.require(not is_nonlinear(grads, params), who, "gradients", got, allowed, hint)
 
 
-def _is_nonlinear(grads: PyTree, params: PyTree) -> bool:
-    leaves, constants = _recorded(grads), {x.val for x in _recorded(params)}
+def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
+    """Return whether traced gradients were clipped, decayed or changed otherwise; see above."""
+    leaves, constants = recorded(grads), {x.val for x in recorded(params)}
     # Only a refusal needs the slow look into the equations that contain a backward pass.
     return all(_has_other_degree(leaves, constants, by_result) for by_result in (False, True))
 
@@ -174,7 +175,7 @@ def _has_other_degree(leaves: list[Any], constants: set[Any], by_result: bool) -
     With ``by_result``, a result of an equation that contains a backward pass, such as the weight of
     a loss that a ``shard_map`` returns with the gradients, may be independent of this pass.
     """
-    eqns, backward, free = _between(leaves, constants, by_result)
+    eqns, backward, free = between(leaves, constants, by_result)
     changed = set(backward)
     for eqn in eqns:
         if any(x in changed for x in eqn.invars if isinstance(x, jaxprs.Var)):
@@ -188,7 +189,7 @@ def _has_other_degree(leaves: list[Any], constants: set[Any], by_result: bool) -
     return any(x not in accepted for x in degrees.degrees(program, known))
 
 
-def _recorded(tree: PyTree) -> list[Any]:
+def recorded(tree: PyTree) -> list[Any]:
     """Return the recorded arrays of the tracers in a tree, without the constants."""
     recorded = list[Any]()
     for x in jax.tree.leaves(tree):
@@ -219,15 +220,15 @@ def _backward_results(eqn: Any, by_result: bool) -> dict[Any, bool]:
     def transfer(inner: jaxprs.JaxprEqn, depends: list[bool]) -> list[bool]:
         return [any(depends) or _is_backward(inner)] * len(inner.outvars)
 
-    recorded = interpret.of_trace(eqn)
-    inputs = [x for x in recorded.invars if isinstance(x, jaxprs.Var)]
-    program = interpret.excerpt(inputs, recorded.outvars, [recorded])
+    traced = interpret.of_trace(eqn)
+    inputs = [x for x in traced.invars if isinstance(x, jaxprs.Var)]
+    program = interpret.excerpt(inputs, traced.outvars, [traced])
     results = interpret.flow(program, [False] * len(inputs), transfer, any, nothing=False)
-    return dict(zip(recorded.outvars, results, strict=True))
+    return dict(zip(traced.outvars, results, strict=True))
 
 
-def _between(
-    leaves: list[Any], constants: set[Any], by_result: bool
+def between(
+    leaves: list[Any], constants: set[Any], by_result: bool = False
 ) -> tuple[list[jaxprs.JaxprEqn], list[Any], list[Any]]:
     """Return the equations after the backward pass, the results of this pass, and other inputs."""
     eqns: list[jaxprs.JaxprEqn] = []

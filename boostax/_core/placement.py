@@ -47,7 +47,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from boostax._core import axes, checks, trees
-from boostax._core.replicas import PerReplica, is_per_replica, shared_by, without
+from boostax._core.replicas import PerReplica, distributed_items, is_per_replica, shared_by, without
 from boostax._core.types import PyTree, Structure
 
 Path = jax.tree_util.KeyPath
@@ -157,6 +157,26 @@ class Placement:
         hint = "Put the reduction outside of the wrapper that renames or flattens the gradients."
         checks.require(spec is not None, who, "gradients", trees.path_name(path), allowed, hint)
         return without(spec or P(), self.names)
+
+    @staticmethod
+    def has_copies(params: PyTree, names: tuple[str, ...]) -> bool:
+        """Return whether two devices, or two replicas over ``names``, have the same shard."""
+        if (placed := placed_here()) is None:
+            sizes, sharded = {name: axes.size(name) for name in names}, axes.types(params)
+        else:
+            sizes, paths = placed.mesh.shape, jax.tree_util.tree_leaves_with_path(params)
+            sharded = [jax.tree.leaves(tuple(placed.spec(path) or ())) for path, _ in paths]
+        wide = {name for name, size in sizes.items() if size > 1}
+        return any(wide.difference(x) for x in sharded)
+
+    def keeps_whole(self, state: PyTree, specs: PyTree) -> bool:
+        """Return whether no array of a state that replicas share is sharded over the replicas."""
+        leaves, by_leaf = (jax.tree.leaves(x, is_leaf=is_per_replica) for x in (state, specs))
+        common = [x for x in zip(leaves, by_leaf, strict=True) if not is_per_replica(x[0])]
+        # Counts and scalars are never sharded.
+        arrays = [spec for x, spec in common if x.ndim and trees.is_inexact(x.dtype)]
+        is_shardable = bool(arrays) and not distributed_items(state)
+        return is_shardable and all(x == without(x, self.names) for x in arrays)
 
     def pinned(self, fn: Call, specs: PyTree) -> Call:
         """Return ``fn`` with Auto axes inside, and with results of these specs.

@@ -213,6 +213,19 @@ def require_shapes(who: str, what: str, got: PyTree, like: PyTree, hint: str) ->
             raise ValueError(checks.message(who, what, allowed, jnp.shape(x), hint))
 
 
+def require_unsplit(
+    who: str, kwargs: PyTree, batch: PyTree, count: object, on_mesh: bool = False
+) -> None:
+    """Refuse keywords that are arrays of values of a batch's rows, if the rows are split."""
+    leaves = jax.tree.leaves(batch) if on_mesh or count != 1 else []
+    rows = {jnp.shape(x)[count == "stacked" :][:1] for x in leaves} - {()}
+    hint = "Pass values of rows with the batch, (batch, mask), and other values in a dict."
+    allowed = "without the first dimension of the batch's rows, which are split"
+    for name in kwargs.keys() - {"key", "model_state", "scales", "threaded"}:
+        shape = getattr(kwargs[name], "shape", ())
+        checks.require(shape[:1] not in rows, who, name, shape, allowed, hint)
+
+
 def state_nodes(tree: PyTree) -> list[PyTree]:
     """Return the nodes of a state; refuse states that became dicts; see ``nodes``."""
     every_node = nodes(tree)

@@ -149,8 +149,7 @@ class _Carry(NamedTuple):
         checks.require(apply and not grads.factors, _WHO, "carried leaves", got, allowed, hint)
         rules = resolve(self.rules, params)
         new = values(grads.raw, rules)
-        if self.names:
-            new = _over_replicas(rules, new, self.names)
+        new = _over_replicas(rules, new, self.names) if self.names else new
         old_inner = state.inner_state
         # The caller may have replaced the inner state by a state without an open window.
         was_open = state.open & gate.held_open(old_inner)

@@ -104,6 +104,7 @@ def microbatch(
         return value_and_grad_fn
 
     def wrapped(params: PyTree, batch: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        trees.require_unsplit(_WHO, kwargs, batch, count)
         slices, number, axis = _split(batch, count)
         key = kwargs.pop("key", None)
         # Each micro-batch gets these keyword arguments from the previous micro-batch.
@@ -129,13 +130,12 @@ def microbatch(
             state = state | ({} if aux.model_state is None else {"model_state": aux.model_state})
             return sums, new, state, own_of(last_aux)
 
-        total, new, state, stacked = _scan(evaluate, number, init, rules, narrow)
+        total, new, last, stacked = _scan(evaluate, number, init, rules, narrow)
         mean = divide(total, total.weight) if normalize == "mean" else total
         weight = None if as_aux(last_aux).weight is None else total.weight
-        aux = Aux(weight, state.get("model_state"), mean.metrics, total.means)
+        aux = Aux(weight, last.get("model_state"), mean.metrics, total.means)
         value = (mean.loss, as_given(aux, stacked, last_aux)) if has_aux else mean.loss
-        threaded = (state["threaded"],) if "threaded" in state else ()
-        return value, carried.restored(mean.grads, new), *threaded
+        return value, carried.restored(mean.grads, new), *[last[k] for k in last if k == "threaded"]
 
     return wrapped
 

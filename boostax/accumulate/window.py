@@ -18,12 +18,12 @@ import optax
 from jax.tree_util import KeyPath, tree_map_with_path
 
 from boostax._core import axes, bound_axis, checks, gate, handshake, norms, trees
-from boostax._core.describe import Holds, Stepped, describe, elsewhere
+from boostax._core.describe import Holds, Stepped, asked, describe, elsewhere
 from boostax._core.gate import Pending
 from boostax._core.protocols import SumsGradients
 from boostax._core.replicas import PerReplica, require_like
 from boostax._core.types import Params, PyTree
-from boostax.accumulate.aux import addends, total, weigh
+from boostax.accumulate.aux import addends, divide, total, weigh
 from boostax.accumulate.carried import CarryState
 from boostax.precision import formats
 from boostax.reduce.mean import reduced
@@ -51,10 +51,13 @@ class Window(NamedTuple):
         each leaf is ``[terms, ...]``.
       weight: f32 scalar with ``normalize="weight"``; a dict with an f32 scalar for each term if
         ``normalize`` names terms; else ``None``.
+      loss: two f32 scalars, the weighted sum of the extra argument ``value`` and the sum of its
+        weights, if the ``update`` of ``inner`` names ``value``; else ``None``.
     """
 
     grads: PyTree  # shapes of the params, or [terms, *shape]; accumulator dtype
     weight: PyTree  # [] float32, for each term
+    loss: tuple[jax.Array, jax.Array] | None = None  # [] float32
 
 
 class AccumulateState(NamedTuple):
@@ -132,6 +135,12 @@ def accumulate(
     ``value_and_grad`` returns gradients of shape ``[terms, ...]``, and returns the counts in
     ``Aux.weight``. Sum terms that have the same count into one term, which is cheaper.
 
+    If the ``update`` of ``inner`` names the extra argument ``value``, as that of
+    ``optax.polyak_sgd`` does, ``inner`` receives the loss of the window. This loss is the mean of
+    the calls' losses, their sum, or their mean with the weights :math:`w_i`, like the gradient. If
+    ``normalize`` names terms, the weight of a call's loss is the sum of the call's counts.
+    ``flush`` passes on the loss of the partial window.
+
     A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if all
     weights sum to less than 2**-64, or if a sum overflowed in a ``dtype`` with the range of f16. If
     ``inner`` has a gate, the gate receives an overflowed sum, and decides whether to skip the step.
@@ -168,9 +177,10 @@ def accumulate(
       each device, or with ``sums="sharded"`` one copy in total; none for ``every=1``. The
       collectives of ``inner`` run once per window; with ``sums="sharded"`` a mean runs in each call
       instead. ``"weight"`` and f16 sums need a collective of 4 bytes per window, and f16 sums are
-      read once more. ``boostax.apply_gradients`` makes no temporary copy on CPU, TPU v5e and H100;
-      the pure ``update`` makes a copy of the params. K terms need K copies and K backward passes
-      per call, and on CPU a temporary copy if ``inner`` is a gate.
+      read once more. The loss for ``inner`` needs 8 bytes on each device, and a collective of 8
+      bytes per window. ``boostax.apply_gradients`` makes no temporary copy on CPU, TPU v5e and
+      H100; the pure ``update`` makes a copy of the params. K terms need K copies and K backward
+      passes per call, and on CPU a temporary copy if ``inner`` is a gate.
 
     Raises:
       ValueError, TypeError: an argument out of range; in ``init``, sharded sums around a reduction
@@ -215,7 +225,7 @@ def accumulate(
 class _Call(NamedTuple):
     """The arguments of a call that may run ``inner``."""
 
-    state: AccumulateState
+    inner_state: PyTree
     params: PyTree
     apply: bool
     extra: dict[str, PyTree]
@@ -249,7 +259,8 @@ class _Windows(NamedTuple):
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
             weight: PyTree = jnp.float32(0) if self.normalize == "weight" else None
             weight = {x: jnp.float32(0) for x in self.terms} or weight
-            window = Window(trees.buffers(fast, self.narrow, len(self.terms) or None), weight)
+            loss = (jnp.float32(0), jnp.float32(0)) if "value" in asked(self.tx) else None
+            window = Window(trees.buffers(fast, self.narrow, len(self.terms) or None), weight, loss)
             window = PerReplica(axes.to_varying(window, self.names)) if self.names else window
         step, steps, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
         return AccumulateState(step, steps, skipped, jnp.asarray(False), window, inner_state)
@@ -271,11 +282,20 @@ class _Windows(NamedTuple):
             new = jax.tree.map(lambda x: reduced(x, self.averaged, "never"), new)
         count = state.micro_step + 1
         if state.window is None:
-            value, closed = self._close(new, count, _Call(state, params, apply, extra))
+            value, closed = self._close(new, count, _Call(state.inner_state, params, apply, extra))
             return value, _next(state, jnp.zeros_like(count), closed, jnp.asarray(True))
         if "grad" in extra:
             _refused(extra["grad"])
         old = state.window.local if isinstance(state.window, PerReplica) else state.window
+        if old.loss is not None:
+            # ``reshard_state`` preserves the sum of ``summed_parts``, and the mean of other parts.
+            unit = 1 / axes.size(self.names) if state.summed_parts() else 1
+            loss = extra.get("value")
+            # In a call without a loss, the weight is 0.
+            share = jnp.float32(sum(jax.tree.leaves(new.weight) or [unit]) * (loss is not None))
+            loss = weigh(jnp.float32(0 if loss is None else loss), share), share
+            loss = jax.lax.pmean(axes.to_varying(loss, self.averaged), self.averaged)
+            new = new._replace(loss=loss)
         require_like(_WHO, "the window", old, new)
         seed = formats.fold(state.optimizer_steps, state.micro_step) if self.stochastic else None
         is_first = state.micro_step == 0
@@ -291,7 +311,7 @@ class _Windows(NamedTuple):
         sums = tree_map_with_path(summed, old, new)
         every = self.every(state.optimizer_steps) if callable(self.every) else self.every
         ends = count >= jnp.maximum(every, 1)
-        call = _Call(state, params, apply, elsewhere(extra, _refused))
+        call = _Call(state.inner_state, params, apply, elsewhere(extra, _refused))
         value, closed = self._close_if(ends, sums, count, call)
         state = state._replace(window=PerReplica(sums) if self.names else sums)
         return value, _next(state, jnp.where(ends, 0, count), closed, ends)
@@ -306,7 +326,8 @@ class _Windows(NamedTuple):
         sums = state.window.local if isinstance(state.window, PerReplica) else state.window
         sums = handshake.assume_scaled(sums, state.inner_state)
         ends = state.is_open()
-        call = _Call(state, params, True, extra)
+        extra |= {"value": sums.loss[0]} if sums.loss and asked(self.tx)["value"] else {}
+        call = _Call(state.inner_state, params, True, extra)
         params, (inner, applied) = self._close_if(ends, sums, state.micro_step, call)
         with averaged(self.averaged):
             params, inner = gate.flush_inner(self.tx, inner, params, extra)
@@ -337,7 +358,7 @@ class _Windows(NamedTuple):
 
     def _close_if(self, ends: jax.Array, sums: Window, count: jax.Array, call: _Call) -> Stepped:
         """Close the window if ``ends``; otherwise return the old inner state, and a false flag."""
-        unchanged = call.state.inner_state, jnp.asarray(False)
+        unchanged = call.inner_state, jnp.asarray(False)
         how: dict[str, Any] = {"apply": call.apply, "who": _WHO, "names": self.names}
         return gate.run_or_hold(
             ends, lambda: self._close(sums, count, call), call.params, unchanged, **how
@@ -348,16 +369,14 @@ class _Windows(NamedTuple):
 
         The result contains the inner state and a flag, which is True if the result was applied.
         """
-        state, params, apply, extra = call
-        inner = state.inner_state
+        inner, params, apply, extra = call
         # A sum in f16 can overflow, even if a scaler checked each gradient. A gate inside this
         # window must receive such a sum, because a scaler lowers its scale after an overflow.
         is_checked = float(jnp.finfo(self.narrow).max) < _MOST and not gate.gates_in(inner)
         ok = norms.all_finite(window.grads) if is_checked else jnp.asarray(True)
         factors = [1.0 / count.astype(jnp.float32)] if self.normalize == "mean" else []
         if window.weight is not None:
-            weight = window.weight
-            weight = jnp.stack([weight[name] for name in self.terms]) if self.terms else weight
+            weight = jnp.stack([*window.weight.values()]) if self.terms else window.weight
             weight = jnp.where(ok, weight, jnp.nan) if is_checked else weight
             # Each replica multiplies its local sum by ``n / summed`` for n replicas, because
             # XLA:CPU would write a copy of the sums for a division. At least one term must have a
@@ -368,6 +387,10 @@ class _Windows(NamedTuple):
             ok = usable.any() & (summed >= 0).all()
         elif is_checked:
             ok = axes.agree(ok, self.names)
+
+        if window.loss and extra.get("value") is not None:
+            loss = divide(*total(jnp.stack(window.loss), self.names))
+            extra = {**extra, "value": loss * count if self.normalize == "sum" else loss}
 
         def work() -> Stepped:
             grads = Pending(window.grads, tuple(factors))

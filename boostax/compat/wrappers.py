@@ -84,6 +84,7 @@ class MultiSteps:
     Differences from Optax:
 
     * ``opt`` computes in f32 or wider, and updates have the dtypes of the params.
+    * An ``opt`` with the argument ``value`` receives the loss of the window, not of the last call.
     * After a window that a gate in ``opt`` skipped, ``gradient_step`` does not increase and
       ``has_updated`` returns False.
     * After a call that ``should_skip_update_fn`` skipped, ``has_updated`` returns False.

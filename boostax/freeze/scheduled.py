@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks, gate, handshake, protocols, replicas, trees
+from boostax._core import checks, gate, handshake, interpret, protocols, replicas, trees
 from boostax._core.describe import Holds, Stepped, describe, elsewhere
 from boostax._core.groups import as_groups
 from boostax._core.trees import Pruning, path_name
@@ -20,6 +20,7 @@ from boostax._core.types import PyTree
 from boostax.freeze.masks import Mask, for_a_run
 from boostax.freeze.schedules import FreezeSchedule, HostDepth, Plan, as_schedule
 from boostax.freeze.stages import Choice
+from boostax.order import findings
 
 Moments = Literal["shared", "per_group"]
 # A function that changes the params (or updates) and the state at a depth.
@@ -64,6 +65,8 @@ class Freezing:
     Attributes:
       tx: the inner transformation.
       groups: see ``scheduled_freeze``, also for ``schedule``, ``moments`` and ``repeat``.
+      chosen: ``{True}`` after a call of ``choice``, whose gradients are complete although the
+        backward pass ends early; otherwise empty.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -71,6 +74,7 @@ class Freezing:
     schedule: FreezeSchedule
     moments: Moments
     repeat: bool
+    chosen: set[bool] = dataclasses.field(default_factory=set[bool], init=False)
 
     def plan(self, params: PyTree) -> Plan:
         """Return the schedule for the groups of these params."""
@@ -110,9 +114,16 @@ class Freezing:
         """Return the state of ``scheduled_freeze``, which ``average_params`` may wrap."""
         return state if isinstance(state, ScheduledFreezeState) else self.find(state.inner_state)
 
+    def require_effect(self, active: PyTree, grads: PyTree, state: PyTree) -> None:
+        """Report gradients of frozen leaves from a backward pass that ``choice`` does not end."""
+        frozen = jax.tree.map(lambda x, g: None if x else g, active, grads)
+        if not self.chosen and handshake.between(handshake.recorded(frozen)[-1:], set())[1]:
+            findings.no_effect(_WHO, "not_active", state)
+
     def choice(self, params: PyTree, state: PyTree) -> Choice:
         """Return the active leaves for each depth, and the index of the state's next depth."""
         plan = self.plan(params)
+        self.chosen.add(True)
         return Choice(plan.index(self.find(state).next_depth), tuple(map(plan.active, plan.drawn)))
 
     def part(self, params: PyTree, state: PyTree, depth: int) -> PyTree:
@@ -146,7 +157,8 @@ class Freezing:
             active = trees.masked(value, plan.active(at))
             # The counts in this depth's state did not advance in steps of other depths.
             now = inner if self.moments == "shared" else _at_step(inner, state.steps)
-            branch = functools.partial(change, at, active, state._replace(inner_state=now))
+            known = functools.partial(change, at, active)
+            branch = functools.partial(_resting, known, state._replace(inner_state=now))
             if len(depths) == 1:
                 changed, new = branch()
             else:
@@ -220,7 +232,9 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     trained = jnp.zeros(plan.groups, jnp.int32)
     # Each field has its own array, because donation refuses a buffer that two fields share.
     steps, depth, coming = (jnp.full((), number, jnp.int32) for number in (0, first, first))
-    return ScheduledFreezeState(steps, depth, coming, trained, states[0] if is_shared else states)
+    state = ScheduledFreezeState(steps, depth, coming, trained, states[0] if is_shared else states)
+    plan.require_effect(0, state)
+    return state
 
 
 def _following(
@@ -233,6 +247,33 @@ def _following(
     trained = state.trained_steps + (jnp.arange(state.trained_steps.size) >= depth)
     trained = jnp.where(ok, trained, state.trained_steps)
     return ScheduledFreezeState(steps, now, coming, trained, inner_state)
+
+
+def _resting(change: Callable[..., Stepped], state: ScheduledFreezeState) -> Stepped:
+    """Return the results of ``change``, with old states of parts of a partition without leaves.
+
+    A part of ``optax.partition`` has no active leaf if the part has no moments, and no result
+    depends on the part's counts.
+    """
+    leaves, tree = jax.tree.flatten(state.inner_state)
+    numbered = trees.find(tree.unflatten(range(len(leaves))), optax.PartitionState)
+    if not numbered:
+        return change(state)
+
+    def step(leaves: list[jax.Array]) -> Stepped:
+        return change(state._replace(inner_state=tree.unflatten(leaves)))
+
+    traced = trees.Replay(*jax.make_jaxpr(step, return_shape=True)(leaves))
+    none, numbers = frozenset[int](), [frozenset([i]) for i in range(len(leaves))]
+    facts = interpret.flow(traced.program, numbers, None, lambda x: none.union(*x), none)
+    value, new = traced(leaves)
+    read = none.union(*facts[: len(jax.tree.leaves(value))])
+    unread = {i for i, x in enumerate(leaves) if not (x.ndim and trees.is_inexact(x.dtype))} - read
+    parts = [{*jax.tree.leaves(x)} for y in numbered for x in y.inner_states.values()]
+    resting = {i for part in parts if part <= unread for i in part}
+    changed = enumerate(jax.tree.leaves(new.inner_state))
+    inner = tree.unflatten([leaves[i] if i in resting else x for i, x in changed])
+    return value, new._replace(inner_state=inner)
 
 
 def _at_step(state: PyTree, step: jax.Array) -> PyTree:
@@ -263,7 +304,8 @@ def scheduled_freeze(
     moments, accumulated gradients and residuals stay unchanged bit for bit. ``inner`` receives an
     ``optax.MaskedNode`` for each frozen leaf, so frozen leaves take no part in clipping, weight
     decay, checks of finiteness and reductions. A later step of smaller depth trains these leaves
-    again, from the values before the freeze.
+    again, from the values before the freeze. The state of a part of ``optax.partition`` stays
+    unchanged, counts included, in steps that train none of the part's leaves.
 
     Put ``scheduled_freeze`` around scalers and windows, and put ``average_params`` and ``on_mesh``
     around ``scheduled_freeze``. ``make_train_step`` compiles one step for each depth that the
@@ -278,7 +320,9 @@ def scheduled_freeze(
 
     Without ``depth``, the compiled program reads the depth from the state, and gradients must have
     every leaf. With ``active=freeze.choice(params, opt_state)``, such a program also ends the
-    backward pass at the first active layer. Use this form for ``jax.lax.scan`` over steps.
+    backward pass at the first active layer. Use this form for ``jax.lax.scan`` over steps. One
+    warning reports a backward pass in this program that computes the gradients of all params, or a
+    schedule that freezes nothing from the first step of the run on.
 
     The schedule counts applied steps, so the depth changes only when an accumulation window closes.
     If a loss scaler skips a step, the next step has the same depth.
@@ -383,6 +427,7 @@ def scheduled_freeze(
             allowed = f"those that depth {depth} trains"
             hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
             checks.require(is_valid, _WHO, "gradients", "masked leaves", allowed, hint)
+            freezing.require_effect(active, grads.raw, outside)
             pending = gate.Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
             more = elsewhere(extra, lambda trial: trees.unmasked(trial, params))

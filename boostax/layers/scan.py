@@ -46,7 +46,8 @@ def scan_layers(
     ``make_train_step(layers=...)``, the scan gathers each layer's weights, and its backward loop
     reduces the layer's gradient or runs the layer's optimizer; see ``boostax.train.Layers``. The
     forward pass then stores only the carry before each layer, and the backward pass computes each
-    layer again. Outside of such a step, the function behaves like ``lax.scan``.
+    layer again, so a ``jax.debug.callback`` in ``body`` is called twice per layer and replica.
+    Outside of such a step, the function behaves like ``lax.scan``.
 
     Args:
       body: ``body(carry, x) -> (carry, y)``, as in ``lax.scan``. Cast weights inside ``body``.

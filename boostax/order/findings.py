@@ -15,13 +15,14 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from boostax._core import checks
+from boostax._core import checks, protocols, trees
 from boostax._core.axes import UNNAMED
 from boostax._core.types import PyTree
 from boostax.order import parts as chain
@@ -55,6 +56,8 @@ _OF_CHAINS = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding],
 _OF_STATES: dict[PyTree, list[Finding]] = {}
 # Findings of which the user was warned, each with the structure of the state or ``None``.
 _WARNED: set[tuple[str, PyTree]] = set()
+# The parts without effect, as keys, in what ``explain`` traces; ``None`` outside of ``explain``.
+IDLE: ContextVar[dict[Finding, None] | None] = ContextVar("idle", default=None)
 
 
 def of_chain(
@@ -69,15 +72,20 @@ def of_chain(
       opt_state: the state in a loop, for which each warning is given once; or ``None``.
     """
     structure = None if opt_state is None else jax.tree.structure(opt_state)
-    report(who, "tx", read(tx, names)[0], structure)
+    report(who, "tx", [*read(tx, names)[0], *decays(tx, opt_state)], structure)
 
 
-def of_state(who: str, opt_state: PyTree) -> None:
-    """Check the order of the states in a loop whose chain is not known."""
+def of_state(who: str, opt_state: PyTree, active: PyTree = None) -> None:
+    """Check the order of the states in a loop whose chain is not known.
+
+    ``active`` is True if the loop computes the gradients of all params.
+    """
     structure = jax.tree.structure(opt_state)
     if structure not in _OF_STATES:
         _OF_STATES[structure] = [*orders(rows(chain.of_state(opt_state)), bound=True)]
     report(who, "opt_state", _OF_STATES[structure], structure)
+    for state in trees.telling(opt_state, protocols.ChoosesVariant) if active is True else ():
+        no_effect("scheduled_freeze", "not_active", state)
 
 
 def read(
@@ -105,11 +113,7 @@ def of_rules(who: str, known: set[str], rules: list[str]) -> None:
 
 
 def report(
-    who: str,
-    argument: str,
-    listed: Iterable[Finding],
-    structure: PyTree = None,
-    stacklevel: int = 5,
+    who: str, argument: str, listed: Iterable[Finding], structure: PyTree = None, level: int = 5
 ) -> None:
     """Raise the first certain finding; warn of other findings, in a loop once per ``structure``."""
     for item in sorted(listed, key=lambda x: not x.certain):
@@ -121,8 +125,20 @@ def report(
         # warnings, all factories of scalers have the same name.
         text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
         if structure is None or not {(text, None), (text, structure)} & _WARNED:
-            warnings.warn(f"{who}: {item}", stacklevel=stacklevel)
+            warnings.warn(f"{who}: {item}", stacklevel=level)
         _WARNED.add((text, structure))
+
+
+def no_effect(who: str, setting: str, state: PyTree) -> None:
+    """Report that ``who`` has no effect: warn once per structure of ``state``, or tell ``explain``.
+
+    A part calls this function while it is traced, if shapes, mesh or schedule show that the part
+    does not do here what it is for. The texts of the settings are in ``orders.toml``.
+    """
+    if (idle := IDLE.get()) is None:
+        report(who, "", [finding(setting)], jax.tree.structure(state))
+    else:
+        idle[finding(setting)] = None
 
 
 def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> list[Finding]:
@@ -130,8 +146,7 @@ def findings(parts: Sequence[Row], step: Any = None, bound: bool = False) -> lis
 
     ``bound`` is whether the caller binds an axis for gates without an ``axis_name``.
     """
-    listed = [*orders(parts, bound or (step is not None and bool(step.names)))]
-    listed += directions(parts)
+    listed = [*orders(parts, bound or (step is not None and bool(step.names))), *directions(parts)]
     return listed if step is None else [*listed, *of_step(parts, step)]
 
 
@@ -162,20 +177,18 @@ def rules(where: str) -> Mapping[tuple[str, str], tuple[str, str, bool]]:
 def _broken(where: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Finding]:
     """Apply the rules to pairs of parts; two reductions are a pair only if they share an axis."""
     for a, b in pairs:
-        if {a.role, b.role} <= {*table()["several"]["reducing"]} and not set(a.axes) & set(b.axes):
-            continue
-        if (a.role, b.role) in rules(where):
-            why, fix, certain = rules(where)[a.role, b.role]
-            names = {"first": a.part.name, "then": b.part.name}
-            what = f"{b.part.name} {where} {a.part.name}"
-            yield Finding(what, why.format(**names), fix.format(**names), certain)
+        reduce = {a.role, b.role} <= {*table()["several"]["reducing"]}
+        if (a.role, b.role) in rules(where) and not (reduce and set(a.axes).isdisjoint(b.axes)):
+            *texts, certain = rules(where)[a.role, b.role]
+            why, fix = (str(x).format(first=a.part.name, then=b.part.name) for x in texts)
+            yield Finding(f"{b.part.name} {where} {a.part.name}", why, fix, certain)
 
 
 def finding(setting: str, **names: str) -> Finding:
     """Return the finding for a setting, with the text of ``orders.toml``."""
     entry = checks.table("boostax.order", "orders")["settings"][setting]
-    texts = {field: entry[field].format(**names) for field in ("what", "why", "fix")}
-    return Finding(**texts, certain=entry.get("certain", False))
+    what, why, fix = (entry[field].format(**names) for field in ("what", "why", "fix"))
+    return Finding(what, why, fix, entry.get("certain", False))
 
 
 def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
@@ -188,8 +201,8 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         # ``scheduled_freeze`` saves no work if it is inside another part.
         if row.role == "freeze" and row.wrappers > sum(x.role == "watch" for x in row.holders):
             yield finding("freeze_inside", name=name)
-        if row.role == "zero" and row.sides:
-            yield finding("zero_in_partition", name=name)
+        if row.role == "zero" and row.masks:
+            yield finding("zero", name=name, mask=row.masks[0])
         # A gate without the axes of a reduction inside it would decide separately on each replica.
         # The axes of a clip are not needed: they are axes of shards, which a gate reads from the
         # types of the gradients.
@@ -200,7 +213,7 @@ def settings(parts: Sequence[Row], bound: bool) -> Iterator[Finding]:
         # The gate receives only some of the params.
         if row.masks and row.role in table()["several"]["holds"]:
             setting = "scaler_in_mask" if row.role == "scaler" else "gate_in_mask"
-            yield finding(setting, name=name, mask=row.masks[-1])
+            yield finding(setting, name=name, mask=row.masks[0])
         # The compressed reduction discards values that it does not send.
         if row.part.description is not None and row.part.description.lossy:
             yield finding("lossy", name=name)
@@ -215,11 +228,11 @@ def directions(parts: Sequence[Row]) -> Iterator[Finding]:
     line = [row for row in parts if all(holder.role != "subspace" for holder in row.holders)]
     signs = [sign(row.part) for row in line]
     for i, row in enumerate(line):
-        if math.prod(signs[:i]) != -1 or math.prod(signs[i:]) != 1:
-            continue
-        if row.role == "decay" and number(row.part.settings.get("weight_decay")) > 0:
+        is_after = math.prod(signs[:i]) == -1 and math.prod(signs[i:]) == 1
+        is_decay = row.role == "decay" and number(row.part.settings.get("weight_decay")) > 0
+        if is_after and is_decay:
             yield finding("decay_after_rate", name=row.part.name)
-        if row.role in CLIPS:
+        if is_after and row.role in CLIPS:
             yield finding("clip_after_rate", name=row.part.name)
     if math.prod(signs) == 1 and -1 in signs:
         yield finding("two_signs")
@@ -238,6 +251,14 @@ def scales(tx: optax.GradientTransformation) -> bool:
     return scaler and all(x.role != "carry" for x in parts)
 
 
+def decays(tx: optax.GradientTransformation, tree: PyTree) -> Iterator[Finding]:
+    """Yield decays of Flax's running statistics, if the params, or moments of them, have any."""
+    if "'batch_stats'" in str(jax.tree.structure(tree)):
+        for row in rows(chain.read(tx)):
+            if row.role == "decay" and not row.masks and row.part.settings.get("weight_decay") != 0:
+                yield finding("decays_statistics", name=row.part.name)
+
+
 def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:
     """Yield findings for parts that a step needs and that the step's chain lacks."""
     scales = any(row.role == "scaler" for row in parts)
@@ -246,7 +267,6 @@ def of_step(parts: Sequence[Row], step: Any) -> Iterator[Finding]:
     if all(row.role != UNKNOWN for row in parts):
         reducing = (*table()["several"]["reducing"], "subspace")
         reduced = {axis for row in parts if row.role in reducing for axis in row.axes}
-        reduced |= set(step.names) if UNNAMED in reduced else set()
-        for axis in (axis for axis in step.names if axis not in reduced):
+        for axis in (x for x in step.names if not reduced & {x, UNNAMED}):
             setting = "reduced_over_others" if reduced else "not_reduced"
             yield finding(setting, axis=repr(axis), others=", ".join(map(repr, sorted(reduced))))

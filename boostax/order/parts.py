@@ -92,15 +92,12 @@ def opened(tx: optax.GradientTransformation) -> list[optax.GradientTransformatio
 
 
 def _part(update: Callable[..., object]) -> Part:
-    description: Description | None = getattr(update, "description", None)
-    if description is not None:
+    if (description := getattr(update, "description", None)) is not None:
         inner = tuple(map(read, description.inner.values()))
         values = closure(inspect.unwrap(getattr(update, "step", update)))
         return Part(description.name, "", description.what, description, values, inner)
-    if isinstance(update, functools.partial):
-        return _part(update.func)
-    if isinstance(update, jax.stages.Wrapped):  # by jax.jit
-        return _part(inspect.unwrap(update))
+    if isinstance(update, functools.partial | jax.stages.Wrapped):  # by jax.jit
+        return _part(getattr(update, "func", None) or inspect.unwrap(update))
     owner = getattr(update, "__self__", None)
     values = closure(update) if owner is None else dict(getattr(owner, "__dict__", {}))
     kind = owner if isinstance(owner, type) else type(owner)
@@ -126,10 +123,8 @@ def _inner(name: str, values: Mapping[str, Any]) -> tuple[Part, ...]:
     try:
         if name == "chain":
             return tuple(map(_part, values["update_fns"]))
-        if name == "named_chain":
-            return tuple(read(tx) for _, tx in values["transforms"])
-        if name == "partition":
-            return tuple(map(read, values["transforms"].values()))
+        if name in ("named_chain", "partition"):
+            return tuple(map(read, dict(values["transforms"]).values()))
     except KeyError:  # This version of Optax uses another name for the parts.
         return (_HIDDEN,)
     inside = [_injected(values)] if name == "inject_hyperparams" else values.values()
@@ -164,7 +159,9 @@ def of_state(state: PyTree) -> Part:
     The state of a chain is a tuple of its parts' states. The state of a part is a ``NamedTuple``:
     its class names the factory, and its fields contain the states of the parts inside.
     """
-    values = state.values() if isinstance(state, dict) else state
+    # In ``optax.PartitionState``, the states are in a dict.
+    values = getattr(state, "inner_states", state)
+    values = values.values() if isinstance(values, dict) else values
     inner = tuple(of_state(x) for x in values if isinstance(x, tuple) or _has_states(x))
     if not hasattr(state, "_fields"):
         return Part("chain", "optax", "", inner=inner)
@@ -172,11 +169,11 @@ def of_state(state: PyTree) -> Part:
     # The name of the state is converted to the name of the factory: ``ScaleByAdamState`` to
     # ``scale_by_adam``.
     name = type(state).__name__.removesuffix("State").replace("GC", "gc")
-    words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
-    roles = [x for x, names in table()["states"].items() if words.lower() in names.split()]
-    is_known = package == "boostax" and roles
-    described = Description(words.lower(), "", roles[0], (), {}, False) if is_known else None
-    return Part(words.lower(), package, "", described, {}, inner, words == "Partition")
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    names = table()["states"] if package == "boostax" else {}
+    roles = [role for role in names if name in names[role].split()]
+    described = Description(name, "", roles[0], (), {}, False) if roles else None
+    return Part(name, package, "", described, {}, inner, hasattr(state, "inner_states"))
 
 
 def role(part: Part) -> str:
@@ -187,9 +184,8 @@ def role(part: Part) -> str:
         return UNKNOWN
     if part.name == "inject_hyperparams" and part.inner:
         return "call schedule" if part.settings.get("sched_hps") else COMBINATOR
-    default = "moments" if part.name.startswith("scale_by_") else UNKNOWN
     roles = (role for role, names in table()["optax"].items() if part.name in names.split())
-    return next(roles, default)
+    return next(roles, "moments" if part.name.startswith("scale_by_") else UNKNOWN)
 
 
 def sign(part: Part) -> float:
@@ -253,10 +249,9 @@ def rows(part: Part) -> list[Row]:
     def visit(row: Row) -> None:
         part = row.part
         # A combinator whose parts are unknown has its own row.
-        is_listed = row.role != COMBINATOR or not part.inner
-        if is_listed:
-            listed.append(row)
-        holders = (*row.holders, row) if is_listed else row.holders
+        shown = [row] * (row.role != COMBINATOR or not part.inner)
+        listed.extend(shown)
+        holders = (*row.holders, *shown)
         # Optax's combinators that pass only some of the params on.
         masks = (*row.masks, part.name) if part.name in ("masked", "partition") else row.masks
         for i, inner in enumerate(part.inner):

@@ -29,6 +29,7 @@ from boostax._core import axes, bound_axis, checks, gate, placement, replicas, t
 from boostax._core.copies import Copies, classes, compared, on_mesh
 from boostax._core.describe import Holds, Stepped, describe
 from boostax._core.types import PyTree
+from boostax.order import findings
 
 _WHO = "check_replicas"
 # The maximum number of different leaves that are recorded.
@@ -82,8 +83,8 @@ def check_replicas(
     A single flipped bit always changes the second sum. The devices also compare checksums of the
     package versions, of the batch's types, and of the programs of the loss and of the update. So
     different code on two processes is detected at the first call. A shard is compared with the
-    copies of the same shard; a leaf without copies (FSDP over all devices) is not compared. Arrays
-    in a ``PerReplica`` may differ.
+    copies of the same shard; a leaf without copies (FSDP over all devices) is not compared. One
+    warning reports that no param has copies. Arrays in a ``PerReplica`` may differ.
 
     A step with a difference is skipped: params, state and schedules are unchanged, bit for bit.
     Replicas that differ remain different, so all further calls with a comparison are skipped.
@@ -108,17 +109,19 @@ def check_replicas(
       ValueError, TypeError: an argument out of range.
 
     Example:
-      >>> import boostax, jax.numpy as jnp, optax
-      >>> tx = boostax.precision.check_replicas(optax.sgd(1.0), every=10)
-      >>> w, state = boostax.apply_gradients(tx, jnp.float32(1.0), tx.init(jnp.float32(1.0)), 1.0)
-      >>> int(boostax.metrics(state)["differing_replica"])
-      -1
+      >>> import boostax, jax, jax.numpy as jnp, optax
+      >>> inner = optax.chain(boostax.all_reduce("data"), optax.sgd(1.0))
+      >>> tx = boostax.precision.check_replicas(inner, axis_name="data")
+      >>> update = lambda w, grads: boostax.apply_gradients(tx, grads, tx.init(w), w)
+      >>> copies = jnp.array([1.0, 2.0, 1.0])
+      >>> w, state = jax.vmap(update, axis_name="data")(copies, jnp.ones(3))
+      >>> w.tolist(), jax.vmap(boostax.metrics)(state)["differing_replica"].tolist()
+      ([1.0, 2.0, 1.0], [1, 1, 1])
     """
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
-    every = checks.positive_int(
-        _WHO, "every", every, "With every=1, each step starts with a comparison."
-    )
+    hint = "With every=1, each step starts with a comparison."
+    every = checks.positive_int(_WHO, "every", every, hint)
 
     def init_fn(params: PyTree) -> CheckReplicasState:
         calls, skipped, compared = (jnp.zeros((), jnp.int32) for _ in range(3))
@@ -126,7 +129,7 @@ def check_replicas(
         inner_state = gate.init_inner(tx, params)
         return CheckReplicasState(calls, jnp.asarray(False), skipped, compared, *rows, inner_state)
 
-    @describe(_WHO, "check", names, inner={"inner_state": tx})
+    @describe(_WHO, "comparison", names, inner={"inner_state": tx})
     def step_fn(
         grads: gate.Pending,
         state: CheckReplicasState,
@@ -147,6 +150,8 @@ def check_replicas(
         ok, culprits = compare(arrays, numbers, state.calls % every == 0, names)
         placed = placement.placed_here()
         count = placed.replicas if placed is not None else axes.size(names) if names else 1
+        if compared is params and not placement.Placement.has_copies(params, names):
+            findings.no_effect(_WHO, "no_copies", state)
         state = state._replace(compared=jnp.asarray(count, jnp.int32))
         rows = [*_CHECKSUMS, *(name for name, _ in leaves_of(*arrays))]
         crcs = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))

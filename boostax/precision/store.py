@@ -119,7 +119,8 @@ def store(
     - ``None``: 4 bytes per element, f32.
     - ``"bfloat16"``: 2 bytes per element, with 8 significant bits.
     - ``"int8"``: 1 byte per element, with 127 equal steps from zero to the largest magnitude of a
-      block. This format suits first moments.
+      block. Use this format only for first moments of dense gradients, because rows of an embedding
+      that are rarely seen would get steps of up to 49 learning rates.
     - ``"log8"``: 1 byte per element, with six evenly spaced levels per octave. A block without
       signs, such as of second moments, has 252 levels in 42 octaves. A block with signs has 126
       levels.
@@ -134,7 +135,7 @@ def store(
         ``init``.
       moments: the format for f32 arrays of the state that belong to a param and have its shape.
         Pass one format for all arrays, or a format for each pattern of the state's fields,
-        ``{"*mu": "int8", "*nu": "log8"}``; the first match applies, and a field without a match
+        ``{"*mu": "bfloat16", "*nu": "log8"}``; the first match applies, and a field without a match
         remains f32.
       least: the smallest number of elements of an encoded array; smaller arrays, such as biases and
         the params of norms, remain f32.
@@ -382,8 +383,7 @@ def _require_blocks(state: StoreState) -> None:
         if x.scales is not None:
             ok = formats.scales_of(x.codes.shape) == x.scales.shape
             ok &= axes.varying(x.codes) <= axes.varying(x.scales)
-            name = trees.path_name(x.path)
-            checks.require(ok, _WHO, "arrays of 8 bits", name, allowed, hint)
+            checks.require(ok, _WHO, "arrays of 8 bits", trees.path_name(x.path), allowed, hint)
 
 
 def _noise_of(steps: jax.Array, params: PyTree) -> Noise:

@@ -92,10 +92,10 @@ def check_updates(
 
     def init_fn(params: PyTree) -> CheckUpdatesState:
         inner_state = gate.init_inner(tx, params)
-        if not names and trees.find(inner_state, replicas.PerReplica):
-            allowed = "the replica axis around an optimizer whose state differs per replica"
-            hint = 'Replicas must skip together: tx = check_updates(inner, axis_name="data").'
-            raise ValueError(checks.message(who, "axis_name", allowed, axis_name, hint))
+        is_valid = bool(names) or not trees.find(inner_state, replicas.PerReplica)
+        allowed = "the replica axis around an optimizer whose state differs per replica"
+        hint = 'Replicas must skip together: tx = check_updates(inner, axis_name="data").'
+        checks.require(is_valid, who, "axis_name", axis_name, allowed, hint)
         return CheckUpdatesState(jnp.asarray(False), jnp.zeros((), jnp.int32), inner_state)
 
     def checked(new: Stepped, state: CheckUpdatesState, params: PyTree, apply: bool) -> Stepped:
@@ -120,7 +120,6 @@ def check_updates(
 
     def flush_fn(state: CheckUpdatesState, params: PyTree, **extra: Any) -> Stepped:
         new = gate.flush_inner(tx, state.inner_state, params, extra)
-        unchanged = new[1] is state.inner_state
-        return (params, state) if unchanged else checked(new, state, params, apply=True)
+        return (params, state) if new[1] is state.inner_state else checked(new, state, params, True)
 
     return gate.gated(init_fn, step_fn, flush_fn)

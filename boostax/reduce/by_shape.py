@@ -15,6 +15,7 @@ from boostax._core import axes, checks, gate, trees
 from boostax._core.describe import Stepped, describe
 from boostax._core.replicas import PerReplica
 from boostax._core.types import PyTree
+from boostax.order import findings
 from boostax.reduce import collectives
 from boostax.reduce.codec import Arrays, Names
 from boostax.reduce.mean import all_reduce, reduction
@@ -129,8 +130,16 @@ def _shapes(tree: PyTree, names: Names) -> tuple[list[_Shape], PyTree]:
             groups.setdefault((x.shape, trees.wide_dtype(x)), {})[i] = path
     several = [[*zip(*paths.items(), strict=True)] for paths in groups.values() if len(paths) > 1]
     shapes = [_Shape([*i], x[0], names, replicas, -(-len(i) // replicas)) for i, x in several]
+    if leaves and not shapes:
+        findings.no_effect(_WHO, "not_distributed", tree)
     matrices = {i for shape in shapes for i in shape.indices}
     return shapes, treedef.unflatten([i not in matrices for i in range(len(leaves))])
+
+
+def _view(params: PyTree, shapes: Sequence[_Shape], others: PyTree) -> Distributed:
+    """Return the params that the inner optimizer of this replica receives."""
+    chosen = (tuple(x.chosen(jax.tree.leaves(params))) for x in shapes)
+    return Distributed(tuple(chosen), trees.masked(params, others))
 
 
 def _packed(state: PyTree, names: Names) -> PyTree:
@@ -224,7 +233,7 @@ def by_shape(
     Floating-point leaves of two dimensions are distributed if at least two such leaves have the
     same shape and, after promotion to at least f32, the same dtype. All other leaves, including
     stacks of layers ``[layers, m, n]``, are averaged as by ``all_reduce``, and updated by every
-    replica.
+    replica. One warning reports that no matrix is distributed.
 
     Args:
       inner: an optimizer without collectives or gates that computes the update of a matrix only
@@ -277,8 +286,7 @@ def by_shape(
             # Outside the mapped function, a single replica has all matrices.
             shapes, others = _shapes(params, ())
         wide = trees.at_least_float32(params)
-        chosen = (tuple(x.chosen(jax.tree.leaves(wide))) for x in shapes)
-        view = Distributed(tuple(chosen), trees.masked(wide, others))
+        view = _view(wide, shapes, others)
         state = gate.init_optimizer(_WHO, tx, view)
         _require_independent(tx, wide, state, view, shapes)
         paths = [zlib.crc32(name.encode()) for name in trees.names(params)]
@@ -293,11 +301,8 @@ def by_shape(
         wide = trees.at_least_float32(updates)
         means = all_reduce(names).update(trees.masked(wide, others), optax.EmptyState())[0]
         owned = tuple(tuple(x.means(jax.tree.leaves(wide))) for x in shapes)
-        local = None
-        if params is not None:
-            params = trees.at_least_float32(params)
-            chosen = (tuple(x.chosen(jax.tree.leaves(params))) for x in shapes)
-            local = Distributed(tuple(chosen), trees.masked(params, others))
+        params = trees.at_least_float32(params)
+        local = None if params is None else _view(params, shapes, others)
         # These arguments describe all params, but a replica's optimizer receives only some params.
         extra = {name: x for name, x in extra.items() if name not in ("value_fn", "obj_fn", "grad")}
         old = _unpacked(state.inner_state, shapes)

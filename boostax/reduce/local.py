@@ -118,8 +118,7 @@ class _Rounds(NamedTuple):
         warm, due = self._due(state, since)
         if self.warmup:
             mean = functools.partial(self._average, None)
-            leaves = range(len(jax.tree.leaves(local)))
-            args = [leaves], [warm], mean, [(state.anchor, None, None)]
+            args = [range(len(jax.tree.leaves(local)))], [warm], mean, [(state.anchor, None, None)]
             value, ((anchor, *_),) = self._in_branches(*args, local, value, apply)
             state = state._replace(anchor=anchor, syncs=gate.counted(state.syncs, warm))
         value, state = self._synchronized(state, due, local, value, apply)

@@ -144,8 +144,7 @@ def _by_device(
     names = placement.names
     allowed = f"all replica axes {names}"
     hint = "A reduction is always over all replica axes. For two levels, use adasum(within=...)."
-    is_valid = set(axis) == set(names)
-    checks.require(is_valid, who, "axis_name", got=axis, allowed=allowed, hint=hint)
+    checks.require(set(axis) == set(names), who, "axis_name", got=axis, allowed=allowed, hint=hint)
 
     def on_replica(local: PyTree, shared: PyTree) -> Parts:
         with axes.during(HERE, None):

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from boostax._core import axes, checks, gate, trees, types
+from boostax._core import axes, checks, gate, handshake, trees, types
 from boostax._core.describe import Holds, describe
 from boostax._core.types import PyTree
+from boostax.order import findings
 from boostax.subspace.basis import Basis, Dtype, Names, lift, project, stored, wide_dtype
 
 Loss = Callable[[PyTree], jax.Array]
@@ -115,8 +116,7 @@ def learn(memory: Memory, gradient: jax.Array, rule: SubspaceRule) -> Memory:
     s, y = memory.step, gradient - memory.gradient
     product = y @ s
     lengths = jnp.sqrt((y @ y) * (s @ s))
-    trusted = (product > rule.curvature * lengths) & (product > rule.least_curvature)
-    use = memory.started & trusted
+    use = memory.started & ((product > rule.curvature * lengths) & (product > rule.least_curvature))
     rho = 1.0 / jnp.where(use, product, 1.0)
     inverse = memory.inverse
     if rule.scaled:
@@ -388,9 +388,10 @@ def dim_reduce(
       A transformation with a ``DimReduceState``. The ``update`` of the transformation needs
       ``value=`` (the loss) and ``value_fn=`` (the unscaled loss as a function of the params, for
       the same batch and key), which ``make_train_step`` passes. If an earlier transformation has
-      changed ``updates``, ``update`` also needs ``grad=``, the gradient of ``value_fn``. Cost: k
-      copies of the params in ``dtype``, sharded like the params and read twice per step; two to
-      four temporary copies of the params; on average one or two more forward passes; all-reduces of
+      changed ``updates``, ``update`` also needs ``grad=``, the gradient of ``value_fn``. One
+      warning reports gradients that were clipped, decayed or changed otherwise. Cost: k copies of
+      the params in ``dtype``, sharded like the params and read twice per step; two to four
+      temporary copies of the params; on average one or two more forward passes; all-reduces of
       ``4k`` bytes, 8 bytes for the energy and 4 bytes for each loss, over replicas and over shards.
 
     Raises:
@@ -439,6 +440,8 @@ def dim_reduce(
         hint = "make_train_step passes value and value_fn, which computes the loss for any params."
         checks.require(not missing, _WHO, "update", missing, f"given {', '.join(required)}", hint)
         axes.require_local(raw, names, _WHO)
+        if grad is None and handshake.is_nonlinear(updates, params):
+            findings.no_effect(_WHO, "changed", state)
         inside, squares, now = _measured(state, raw, value, names, shards)
         fields = {name: getattr(state, name) for name in _UNCHANGED}
         old = state._replace(**dict.fromkeys(_UNCHANGED))
@@ -453,15 +456,13 @@ def dim_reduce(
                 part, new = outside.update(part, state.residual_state, wide[1], value=now, **extra)
                 total = jax.tree.map(lambda d, r: d.astype(r.dtype) + r, total, part)
                 moved |= {"residual_state": new}
-            energy = squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)
-            moved |= {"energy": energy.astype(jnp.float32)}
-            return trees.as_updates(total, params), old._replace(**moved)
+            energy = (squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0)).astype(jnp.float32)
+            return trees.as_updates(total, params), old._replace(energy=energy, **moved)
 
         # A gradient whose square overflows counts as not finite.
-        finite = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
-        total, moved = gate.run_or_hold(finite, step, params, old, apply=False, who=_WHO)
-        fields |= {"skipped": state.skipped + ~finite, "applied": finite}
-        return total, moved._replace(**fields)
+        ok = jnp.isfinite(now) & jnp.isfinite(inside).all() & jnp.isfinite(squares).all()
+        total, moved = gate.run_or_hold(ok, step, params, old, apply=False, who=_WHO)
+        return total, moved._replace(**fields | {"skipped": state.skipped + ~ok, "applied": ok})
 
     init_fn = functools.partial(_initial, basis, narrow, outside, constants.towards_mean)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

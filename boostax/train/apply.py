@@ -45,7 +45,8 @@ def apply_gradients(
     A skipped step, or a micro-step inside an accumulation window, writes no params. With donated
     buffers, the compilers for CPU, TPU v5e and H100 do not copy the params. A gate inside an Optax
     wrapper, such as ``optax.chain``, is not found. In this case, ``update`` and ``apply_updates``
-    are called one after the other.
+    are called one after the other. Over independent runs in ``jax.vmap(..., axis_name="seeds")``, a
+    branch runs only in calls in which any run needs the branch; see ``docs/seeds.md``.
 
     Args:
       tx: any Optax transformation. A skipped step writes no params only if the gate of boostax is
@@ -144,7 +145,7 @@ def on_mesh(
         of the mesh.
       shard_optimizer: whether to shard over the replicas all optimizer state that is equal on all
         replicas (ZeRO). Each leaf is sharded along its first unsharded dimension that the number of
-        replicas divides.
+        replicas divides. One warning reports that no leaf has such a dimension.
       layers: options for stacked layers that the loss scans with ``boostax.train.scan_layers``; see
         ``boostax.train.Layers``. Pass the resulting optimizer to
         ``boostax.value_and_grad(layers=)``.
@@ -251,8 +252,9 @@ def placed_on(
             if (gate := gate_of(tx)) is not None:
                 return gate.step(pending, state, params, apply=apply, **arrays, **fixed)
             local = pending.value() if pending.factors else pending.raw
-            value, state = inner.update(local, state, params, **arrays, **fixed)
-            return (settled(trees.applied(params, value)) if apply else value), state
+            x, new = inner.update(local, state, params, **arrays, **fixed)
+            # The f32 gradients of micro-batches would widen the moments of bf16 params.
+            return (settled(trees.applied(params, x)) if apply else x), trees.cast_like(new, state)
 
         arrays, fixed = dict(extra), dict[str, PyTree]()
         for name, x in extra.items():
@@ -302,9 +304,11 @@ def specs_of(
     params, state = jax.tree.map(
         lambda x: PerReplica(local_types(x)) if local(x) else x, (params, state), is_leaf=local
     )
-    params_specs = replicas.specs_like(owners, params, place.names)
-    specs_like = functools.partial(replicas.specs_like, sizes=place.mesh.shape)
-    return params_specs, specs_like(owners, state, place.names, place.replicas * shard_optimizer)
+    count = place.replicas * shard_optimizer
+    specs = replicas.specs_like(owners, state, place.names, count, sizes=place.mesh.shape)
+    if count and place.keeps_whole(state, specs):
+        findings.no_effect("shard_optimizer", "not_sharded", state)
+    return replicas.specs_like(owners, params, place.names), specs
 
 
 def placement_of(who: str, params: PyTree, axis_name: axes.AxisName | None) -> Placement:

@@ -121,6 +121,5 @@ def rounded(
     decode = FORMATS[dtype].decode
     for _ in shards:
         encode, decode = jax.vmap(encode), jax.vmap(decode)
-    decoded = decode(*map(send, encode(parts)))
-    restored = decoded.transpose([to_shards.index(dim) for dim in range(2 * x.ndim)])
-    return restored.reshape(x.shape).astype(x.dtype)
+    array = decode(*map(send, encode(parts))).transpose([*map(to_shards.index, range(2 * x.ndim))])
+    return array.reshape(x.shape).astype(x.dtype)

@@ -263,7 +263,7 @@ class Oracle(Generic[Value, Params, Grads]):
         inputs = {"params": params, "opt_state": opt_state, "batch": batch}
         with trees.explaining(trees.require_order, _WHO, _CALL, **inputs):
             value, grads = self.with_aux(params, opt_state, batch, active, kwargs)
-            findings.of_state(_WHO, opt_state)
+            findings.of_state(_WHO, opt_state, active)
             return (value if self.has_aux else value[0]), grads
 
     def with_aux(
@@ -293,6 +293,7 @@ class Oracle(Generic[Value, Params, Grads]):
                 stacked_count(batch, _WHO, least=2)
         scale, scales = scales_of("loss_scale", opt_state)
         rules = carried.declared(opt_state, params, _WHO)
+        trees.require_unsplit(_WHO, kwargs, batch, self.count, self.mesh is not None)
         kwargs = {k: x for k, x in (kwargs | {"scales": scales}).items() if x is not None}
         terms = terms_of(opt_state)
         # The loss is traced in this context. A scaler divides the gradients later, outside of the

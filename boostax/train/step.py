@@ -160,7 +160,7 @@ def make_train_step(
     step = TrainStep(tx, oracle, mesh, names, slices, *settings)
     wrong, is_scaled = findings.read(tx, names, step)
     if wrong:
-        findings.report(who, "tx", wrong, stacklevel=4)
+        findings.report(who, "tx", wrong, level=4)
     watch = functools.partial(findings.of_rules, who, set()) if is_scaled else None
     return dataclasses.replace(step, oracle=dataclasses.replace(oracle, watch=watch))
 
@@ -248,12 +248,11 @@ class TrainStep:
         return state if self.placing is None else self.placing.state(state)
 
     def _unplaced(self, params: PyTree, key: jax.Array | None, model_state: PyTree) -> TrainState:
-        who = "make_train_step"
         # A compiled step cannot accept leaves that are not arrays, such as functions in a module.
         got = [(name, type(x).__name__) for name, x in trees.named(params) if not is_number(x)]
         hint = "Use eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss."
-        checks.require_type(not got, who, "params", got[:6], "arrays", hint)
-        trees.require_order(who, "step.init(params)", params=params)
+        checks.require_type(not got, "make_train_step", "params", got[:6], "arrays", hint)
+        trees.require_order("make_train_step", "step.init(params)", params=params)
         if self.policy is not None:
             params = self.policy.store_params(params)
         with axes.binding(self.names):
@@ -261,7 +260,7 @@ class TrainStep:
         nested = variants_of(self.tx) is None and trees.telling(opt_state, ChoosesVariant)
         got = "inside another transformation, where the whole backward pass would be computed"
         hint = "Write scheduled_freeze(dynamic_loss_scale(...), ...), with all gates inside."
-        checks.require(not nested, who, "scheduled_freeze", got, "outermost", hint)
+        checks.require(not nested, "make_train_step", "scheduled_freeze", got, "outermost", hint)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
     def shardings(self, state: PyTree) -> TrainState:
@@ -445,6 +444,7 @@ class Programs:
         place = self._placement
         self._tx = placed_on(step.tx, place, step.shard_optimizer) if place else step.tx
         types = local_types(state.params)
+        findings.report("make_train_step", "tx", findings.decays(step.tx, types), self._structure)
         self._oracle = step.oracle.placed(types, place, step.gather)
         self._variants = variants_of(step.tx)
         self._parts: dict[int | None, Pruning] = {}
@@ -530,8 +530,7 @@ class Programs:
             # An overflow in the forward pass also reaches the model's statistics. So the old
             # statistics remain if the step is skipped, or if new statistics are not finite.
             keep = outermost_passed(opt_state) & all_finite(aux.model_state)
-            choose = functools.partial(jnp.where, keep)
-            model_state = jax.tree.map(choose, aux.model_state, model_state)
+            model_state = jax.tree.map(lambda *x: jnp.where(keep, *x), aux.model_state, model_state)
         steps: PyTree = optax.safe_increment(step)
         new_state = TrainState(steps, params, opt_state, model_state, state.key)
         # Without a gate, every call is applied.
@@ -564,8 +563,7 @@ def _mean_of_replicas(params: PerReplica) -> PyTree:
     means: list[jax.Array] = []
     for x in leaves:
         # JAX refuses an index into a sharded dimension of an Explicit mesh.
-        is_first = jnp.arange(len(x)) == 0
-        first = jnp.where(is_first.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
+        first = jnp.where((jnp.arange(len(x)) == 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(0)
         # If all replicas are equal, the mean of the differences to the first replica is 0, and the
         # result is exact.
         means.append(first + (x - first).mean(0))
