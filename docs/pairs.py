@@ -61,7 +61,7 @@ def _basis(params: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((2, *x.shape)).at[0].set(0.1), params)
 
 
-LOW = {"*mu": "log8", "*nu": "log8"}
+LOW = {"*mu*": "log8", "*nu*": "log8"}
 # The wrappers, outermost first, then the optimizers of replicas.
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "average_params": lambda tx: boostax.model.average_params(tx),

@@ -8,15 +8,22 @@ import numpy as np
 import pairs
 import pytest
 
-LATE = [pytest.param(x, marks=pytest.mark.long) for x in range(6, 200)]
 
-
-@pytest.mark.parametrize("seed", [*range(6), *LATE])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_drawn_pair_is_refused_or_trains_as_the_page_says(seed):
+def drawn(seed):
     draw = random.Random(seed)
-    pair = tuple(sorted(draw.sample(pairs.NAMES, 2), key=pairs.NAMES.index))
-    model = draw.choice([*pairs.MODELS])
+    pair = sorted(draw.sample(pairs.NAMES, 2), key=pairs.NAMES.index)
+    return tuple(pair), draw.choice([*pairs.MODELS])
+
+
+# Each of the first three ended in an error of JAX, or in another reason.
+CASES = [(("dim_reduce", "gather="), "plain"), (("policy=",), "by layer")]
+CASES += [(("store", "int8_reduce"), "plain"), *map(drawn, range(5))]
+LATE = [pytest.param(*drawn(x), marks=pytest.mark.long) for x in range(5, 200)]
+
+
+@pytest.mark.parametrize(("pair", "model"), CASES + LATE)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_pair_is_refused_or_trains_as_the_page_says(pair, model):
     refused, text = pairs.outcome(pair, model)
     assert (refused, re.sub(r"\s+", " ", text)) == pairs.shown(pair, model)
     if not refused:
