@@ -11,7 +11,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-GENERATED = (".", "CHANGELOG", "benchmarks/results", "docs/api", "docs/names")
+GENERATED = (".", "CHANGELOG", "benchmarks/results", "docs/api", "docs/names", "docs/pairs")
 CODE = r"(?s)```.*?```|<!--.*?-->|\.\. math::.*?(\n\n|\Z)|(?m:^ *(\||#|>>>|\.\.\.)[^\n]*$)"
 
 

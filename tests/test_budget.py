@@ -21,7 +21,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 BUDGET = tomllib.loads((ROOT / "tests/budget.toml").read_text())
 # Pages that a program writes, and what is no page.
-GENERATED = ("CHANGELOG.md", "benchmarks/results/", "docs/api/", "docs/names.md")
+GENERATED = ("CHANGELOG.md", "benchmarks/results/", "docs/api/", "docs/names.md", "docs/pairs.md")
 NO_CODE = ("NL", "NEWLINE", "INDENT", "DEDENT", "COMMENT", "ENDMARKER", "ENCODING")
 
 

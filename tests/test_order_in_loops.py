@@ -85,7 +85,8 @@ def reported(fn):
             fn()
         except ValueError as error:
             return [str(error)]
-    texts = [re.sub(r"^\w+: |\w+_(?=loss_scale)", "", str(x.message)) for x in caught]
+    texts = [str(x.message).replace("skip_bad_steps", "loss_scale") for x in caught]
+    texts = [re.sub(r"^\w+: |\w+_(?=loss_scale)", "", text) for text in texts]
     assert len(set(texts)) == len(texts) or fn.func is boostax.make_train_step
     return [None, *sorted(set(texts))]
 

@@ -168,8 +168,10 @@ def init_optimizer(who: str, tx: optax.GradientTransformation, params: PyTree) -
 
 def refuse_gates(who: str, gates: Sequence[object]) -> None:
     """Refuse gates, or the states of gates, inside ``who``."""
-    got = [type(gate).__name__ for gate in gates if gate is not None]
-    hint = f"Gates skip steps. Put the gate outside: dynamic_loss_scale({who}(adamw(...)))."
+    described = [getattr(gate, "description", gate) for gate in gates if gate is not None]
+    got = [getattr(x, "name", type(x).__name__) for x in described]
+    hint = "Gates, and dim_reduce, skip steps. Put a gate outside: "
+    hint += f"dynamic_loss_scale({who}(adamw(...)))."
     checks.require(not got, who, "inner", got=got, allowed="an optimizer without gates", hint=hint)
 
 

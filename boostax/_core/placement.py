@@ -183,10 +183,15 @@ class Placement:
 
         On an Explicit mesh, JAX cannot infer the types of code without shardings.
         """
-        if AxisType.Explicit not in self.mesh.axis_types:
-            # The specs are a tree prefix of the results.
-            return lambda *args: lax.with_sharding_constraint(fn(*args), self.shardings(specs))
-        return jax.sharding.auto_axes(fn, out_sharding=self.shardings(specs))
+        shardings = self.shardings(specs)
+        if AxisType.Explicit in self.mesh.axis_types:
+            # A line search calls ``fn`` in a context in which the axes are Auto.
+            around = jax.sharding.get_abstract_mesh()
+            if around.empty or AxisType.Explicit in around.axis_types:
+                return jax.sharding.auto_axes(fn, out_sharding=shardings)
+            shardings = jax.tree.map(lambda x: NamedSharding(self.auto_mesh, x.spec), shardings)
+        # The specs are a tree prefix of the results.
+        return lambda *args: lax.with_sharding_constraint(fn(*args), shardings)
 
     def shardings(self, specs: PyTree) -> PyTree:
         """Return the shardings of arrays with these specs."""

@@ -105,7 +105,7 @@ class Freezing:
         places = {(path, x.shape, x.dtype): i for i, (path, x) in enumerate(leaves)}
         some = jax.tree_util.tree_leaves_with_path(state)
         lost = [path_name(path) for path, x in some if (path, x.shape, x.dtype) not in places]
-        hint = "These leaves depend on which params freeze. Use an optimizer without optax.flatten."
+        hint = "These leaves depend on which params freeze. Use no optax.flatten and no by_shape."
         allowed = "an optimizer that keeps its state leaf by leaf"
         checks.require(not lost, _WHO, "inner", got=lost[:6], allowed=allowed, hint=hint)
         return Pruning(full, part, tuple(places[path, x.shape, x.dtype] for path, x in some))

@@ -183,7 +183,9 @@ class Plan:
     @functools.cached_property
     def dtypes(self) -> dict[str, list[jnp.dtype]]:
         """Return the dtypes in which the loss gets the params of each stack."""
-        types = jax.eval_shape(self.policy.cast_params, self.types) if self.policy else self.types
+        # Inside a ``shard_map``, JAX refuses types with shardings over Explicit axes.
+        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.types)
+        types = jax.eval_shape(self.policy.cast_params, types) if self.policy else types
         return {k: [x.dtype for x in leaves] for k, leaves in self.layers.split(types)[1].items()}
 
     def specs(self, tree: PyTree) -> PyTree:

@@ -123,7 +123,7 @@ def report(
             raise ValueError(f"{who}: {argument} must be {allowed}, got {item}")
         # The state of a scaler does not show which factory made the scaler. So in comparisons of
         # warnings, all factories of scalers have the same name.
-        text = re.sub(r"\w+_loss_scale", "loss_scale", str(item))
+        text = re.sub(r"\w+_loss_scale|skip_bad_steps", "loss_scale", str(item))
         if structure is None or not {(text, None), (text, structure)} & _WARNED:
             warnings.warn(f"{who}: {item}", stacklevel=level)
         _WARNED.add((text, structure))

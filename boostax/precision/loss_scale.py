@@ -224,13 +224,13 @@ def static_loss_scale(
       >>> float(updates)
       -0.5
     """
-    who = "static_loss_scale"
-    _positive(who, "scale", scale, "128 is MindSpore's default.")
+    _positive("static_loss_scale", "scale", scale, "128 is MindSpore's default.")
 
     def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
         return state._replace(clean_steps=jnp.where(ok, gate.counted(state.clean_steps, ok), 0))
 
     asks = isinstance(scale, Tracer) or bool(scale != 1)
+    who = "static_loss_scale" if asks else "skip_bad_steps"
     return _scaled(inner, scale, 1, adjust, axis_name, skip=skip_nonfinite, asks=asks, who=who)
 
 

@@ -120,8 +120,7 @@ def check_replicas(
     """
     tx = checks.transformation(_WHO, "inner", inner)
     names = axes.canonical(_WHO, axis_name)
-    hint = "With every=1, each step starts with a comparison."
-    every = checks.positive_int(_WHO, "every", every, hint)
+    every = checks.positive_int(_WHO, "every", every, "1 compares at the start of each step.")
 
     def init_fn(params: PyTree) -> CheckReplicasState:
         calls, skipped, compared = (jnp.zeros((), jnp.int32) for _ in range(3))

@@ -27,6 +27,7 @@ Coded = tuple[PyTree, Scales]
 # The params (or updates) and their low bits, and the codes and scales of the state.
 Stored = tuple[tuple[PyTree, PyTree], Coded]
 _WHO = "store"
+_NAMED = "For reductions with residuals, name the fields: moments={'*mu': 'log8', '*nu': 'log8'}."
 _SECOND = "store: int8 rounds small values of {!r} to 0, and optimizers divide by them. Use 'log8'."
 
 
@@ -291,10 +292,8 @@ def _first(
     """Return the first state of ``store``, given the first state of ``inner``."""
     is_low = jax.tree.map(lambda p: jnp.result_type(p) == jnp.bfloat16, params)
     is_valid = kind is None or any(jax.tree.leaves(is_low))
-    hint = (
-        "Cast the params before init, or pass policy('params=bfloat16,...') to the train step. "
-        "Inside a gate, wrap the complete chain: store(chain(all_reduce(...), adamw(...)))."
-    )
+    hint = "Cast the params before init, or pass policy('params=bfloat16,...') to the train step. "
+    hint += "Inside a gate, wrap the complete chain: store(chain(all_reduce(...), adamw(...)))."
     checks.require(is_valid, _WHO, "params", kind, "None if no param is bf16", hint)
     low: PyTree = ()
     if kind == "remainder":
@@ -303,6 +302,8 @@ def _first(
     scales: dict[tuple[str, Path], jax.Array] = {}
     fields: dict[str, str | None] = {}
 
+    # The scales of arrays that differ per replica would differ, too.
+    local = {id(x) for y in trees.find(state, replicas.PerReplica) for x in jax.tree.leaves(y)}
     # ``optax.tree_map_params`` replaces params by a stand-in, a node that contains no arrays.
     stand_in = None if params is None or jax.tree.leaves(params) else type(params)
 
@@ -315,6 +316,8 @@ def _first(
         rule = fields.setdefault(field, next((x for x in rules if fnmatch.fnmatch(field, x)), None))
         if empty or rule is None or x.size < least:
             return x
+        got = rules[rule] if id(x) in local and rules[rule] != "bfloat16" else None
+        checks.absent(_WHO, "moments", got, f"'bfloat16' for per-replica {field}", _NAMED)
         if rules[rule] == "int8" and field.endswith("nu"):
             warnings.warn(_SECOND.format(field), stacklevel=2)
         codes, of_blocks = formats.FORMATS[rules[rule]].encode(x, None)

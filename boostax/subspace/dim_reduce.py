@@ -440,7 +440,8 @@ def dim_reduce(
         hint = "make_train_step passes value and value_fn, which computes the loss for any params."
         checks.require(not missing, _WHO, "update", missing, f"given {', '.join(required)}", hint)
         axes.require_local(raw, names, _WHO)
-        if grad is None and handshake.is_nonlinear(updates, params):
+        # In a step, the order of the chain was checked.
+        if grad is None and not axes.bound().names and handshake.is_nonlinear(updates, params):
             findings.no_effect(_WHO, "changed", state)
         inside, squares, now = _measured(state, raw, value, names, shards)
         fields = {name: getattr(state, name) for name in _UNCHANGED}
