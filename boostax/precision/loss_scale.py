@@ -224,17 +224,17 @@ def static_loss_scale(
       >>> float(updates)
       -0.5
     """
-    _positive("static_loss_scale", "scale", scale, "128 is MindSpore's default.")
-
-    def adjust(state: LossScaleState, ok: jax.Array) -> LossScaleState:
-        return state._replace(clean_steps=jnp.where(ok, gate.counted(state.clean_steps, ok), 0))
-
+    who = "static_loss_scale"
+    _positive(who, "scale", scale, "128 is MindSpore's default.")
     asks = isinstance(scale, Tracer) or bool(scale != 1)
-    who = "static_loss_scale" if asks else "skip_bad_steps"
-    return _scaled(inner, scale, 1, adjust, axis_name, skip=skip_nonfinite, asks=asks, who=who)
+    return _scaled(inner, scale, 1, _constant, axis_name, skip=skip_nonfinite, asks=asks, who=who)
 
 
-@checks.arguments
+def _constant(state: LossScaleState, ok: jax.Array) -> LossScaleState:
+    return state._replace(clean_steps=jnp.where(ok, gate.counted(state.clean_steps, ok), 0))
+
+
+@bound_axis.gate
 def skip_bad_steps(
     inner: optax.GradientTransformation, *, axis_name: axes.AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -263,8 +263,8 @@ def skip_bad_steps(
       >>> float(updates), int(state.skipped)
       (0.0, 1)
     """
-    checks.transformation("skip_bad_steps", "inner", inner)
-    return static_loss_scale(inner, 1.0, axis_name=axis_name)
+    who = "skip_bad_steps"
+    return _scaled(inner, 1.0, 1, _constant, axis_name, skip=True, asks=False, who=who)
 
 
 def _scaled(
