@@ -55,9 +55,9 @@ class Int8(Codec):
             first, second = jax.random.split(jax.random.fold_in(now, axes.index(names)))
         # The surrounding mesh may have devices of a platform that this machine does not have.
         device: Any = jax.sharding.get_abstract_mesh().abstract_device
-        platform = device.platform if device is not None else jax.default_backend()
+        kind: str = jax.default_backend() if device is None else device.device_kind
         # On a TPU, shorter rows would need a copy in another tiling.
-        block = self.block or (4096 if platform == "tpu" else 256)
+        block = self.block or (4096 if "tpu" in kind.lower() else 256)
         replicas = axes.size(names)
         sent = exchange.chunks(leaves, replicas, by_leaf=False)
         cuts = [exchange.cut(chunk.array(leaves), replicas, chunk.dim) for chunk in sent]
