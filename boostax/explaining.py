@@ -159,7 +159,7 @@ def _trace(step: TrainStep, state: TrainState, batch: PyTree, kwargs: PyTree) ->
         plan = variants.plan(apply.local_types(state.params))
         depth = plan.drawn[0]
         if isinstance(freezing.steps, jax.Array):
-            plan.require_effect(int(freezing.steps), freezing)
+            plan.report_idle(int(freezing.steps), freezing)
     if batch is not None:
         # A new step has no trace of an earlier call.
         oracle = dataclasses.replace(step.oracle, watch=None)

@@ -1,7 +1,7 @@
 """Write ``pairs.md``: which two names work in one step, on a plain model and on a scanned stack.
 
 Each pair of names is put into one chain in the right order, and one step is traced on two emulated
-devices. A cell is a dot if the step is traced without a word, or the number of the sentence with
+devices. A cell is a dot if the step is traced without a word, or the mark of the sentence with
 which boostax refuses the pair, or warns of it.
 
 ``python docs/pairs.py --write`` writes the page; ``tests/test_pairs.py`` traces drawn pairs again.
@@ -97,6 +97,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "policy=": {"policy": boostax.policy("O2", dtype="bfloat16")},
 }
 NAMES = [*WRAPPERS, *REDUCTIONS, *LINKS, *OPTIONS]
+# Columns before the cells of a row.
+WIDTH = 25
 OWN = ("local_updates", "adasum_delta", "by_shape")
 
 
@@ -137,9 +139,17 @@ def traced(pair: tuple[str, ...], model: str) -> tuple[bool, str]:
 
 @functools.cache
 def outcome(pair: tuple[str, ...], model: str) -> tuple[bool, str]:
-    """Return what ``traced`` returns; a pair with a name that is refused alone is not traced."""
+    """Return what ``traced`` returns, with X and Y in place of the names of the pair.
+
+    A pair with a name that is refused alone is not traced, and X is this name.
+    """
     alone = (outcome((name,), model) for name in pair if len(pair) > 1)
-    return next((x for x in alone if x[0]), None) or traced(pair, model)
+    if (refused := next((x for x in alone if x[0]), None)) is not None:
+        return refused
+    is_refused, text = traced(pair, model)
+    for name, letter in zip(pair, "XY", strict=False):
+        text = re.sub(rf"\b{name.split()[0].rstrip('=')}\b", letter, text)
+    return is_refused, re.sub(r"\s+", " ", text)
 
 
 class Page:
@@ -149,27 +159,23 @@ class Page:
         self.sentences: dict[tuple[bool, str], str] = {}
 
     def cell(self, pair: tuple[str, ...], model: str) -> str:
-        """Return a dot, the number of a refusal or the letter of a warning."""
+        """Return a dot, the letter of a refusal or the number of a warning."""
         refused, text = outcome(pair, model)
         if not text:
             return "·"
-        known = [x for x in self.sentences if x[0] == refused]
-        mark = str(len(known) + 1) if refused else string.ascii_letters[len(known)]
-        return self.sentences.setdefault((refused, re.sub(r"\s+", " ", text)), mark)
+        marks = string.ascii_letters if refused else string.digits[1:]
+        mark = marks[sum(x[0] == refused for x in self.sentences)]
+        return self.sentences.setdefault((refused, text), mark)
 
     def table(self, above: str, below: str | None) -> Iterator[str]:
         """Yield the rows of a matrix, with one model above and one below the diagonal."""
-        yield "| | " + " | ".join(map(str, range(1, len(NAMES) + 1))) + " |"
-        yield "|---" * (len(NAMES) + 1) + "|"
+        numbers = [f"{i + 1:2}" for i in range(len(NAMES))]
+        yield from ("```text", *(f"{'':{WIDTH}}{''.join(x)}" for x in zip(*numbers, strict=True)))
         for i, name in enumerate(NAMES):
-            cells = [f"{i + 1} `{name}`"]
-            for j, other in enumerate(NAMES):
-                pair = (name,) if i == j else (name, other) if i < j else (other, name)
-                if i <= j:
-                    cells.append(self.cell(pair, above))
-                else:
-                    cells.append(self.cell(pair, below) if below else "")
-            yield "| " + " | ".join(cells) + " |"
+            upper = (self.cell((name, x) if x != name else (name,), above) for x in NAMES[i:])
+            lower = (self.cell((x, name), below) if below else " " for x in NAMES[:i])
+            yield f"{numbers[i]} {name}".ljust(WIDTH) + "".join([*lower, *upper])
+        yield "```"
 
 
 HEAD = """\
@@ -177,42 +183,46 @@ HEAD = """\
 
 This page shows for each pair of names whether one train step can have both. `docs/pairs.py` builds
 each pair in [the right order](contract.md#the-order), on two devices, and `tests/test_pairs.py`
-builds drawn pairs again. A dot means that the step is compiled without a word. A number is a
-refusal and a letter is a warning, with its sentence below. On the diagonal, a name is alone.
+builds drawn pairs again. A dot means that the step is traced without a word. A letter is a refusal
+and a number is a warning, with its sentence below. X is the name with the smaller number, and Y the
+other name. On the diagonal, a name is alone.
 
 ## A list of layers, and a stack
 
 Above the diagonal and on the diagonal, the layers are a list. Below the diagonal, the layers are
-stacked and scanned by [`scan_layers`](cards/layers.md), with `layers=Layers("stack")`.
+stacked and scanned by [`scan_layers`](cards/layers.md), with `layers=Layers("stack")`. If a name is
+refused alone on the stack or with release, all its pairs have this refusal.
+
 """
 RELEASE = """\
 
 ## A stack with release
 
-The stack has `layers=Layers("stack", release=True)`. A name that is refused alone is refused in
-every pair.
+The stack has `layers=Layers("stack", release=True)`.
+
 """
 
 
 def page() -> str:
     """Return the text of ``pairs.md``."""
     made = Page()
-    lines = [HEAD, *made.table("plain", "by layer"), RELEASE, *made.table("release", None)]
+    text = HEAD + "\n".join(made.table("plain", "by layer")) + "\n"
+    text += RELEASE + "\n".join(made.table("release", None)) + "\n"
     for title, refused in (("Refusals", True), ("Warnings", False)):
-        lines += ["", f"## {title}", ""]
-        lines += [f"- **{y}**: {x[1]}" for x, y in made.sentences.items() if x[0] == refused]
-    return "\n".join(lines) + "\n"
+        listed = [f"- **{y}**: {x[1]}\n" for x, y in made.sentences.items() if x[0] == refused]
+        text += f"\n## {title}\n\n{''.join(listed)}"
+    return text
 
 
 def shown(pair: tuple[str, ...], model: str) -> tuple[bool, str]:
     """Return what the page says of a pair, as ``outcome`` does."""
     text = PAGE.read_text()
-    rows = re.findall(r"^\| \d+ `.*`( \|.*) \|$", text, re.M)
+    rows = [x[WIDTH:] for x in text.splitlines() if re.match(r" ?\d+ [a-z]", x)]
     i, j = sorted(NAMES.index(name) for name in (pair[0], pair[-1]))
     i, j = (j, i) if model == "by layer" else (i, j)
-    mark = rows[i + len(NAMES) * (model == "release")].split(" | ")[j + 1].strip()
-    sentences = dict(re.findall(r"^- \*\*(\w+)\*\*: (.*)$", text, re.M))
-    return mark.isdigit(), sentences.get(mark, "")
+    mark = rows[i + len(NAMES) * (model == "release")][j]
+    sentences = dict(re.findall(r"^- \*\*(\w)\*\*: (.*)$", text, re.M))
+    return mark.isalpha(), sentences.get(mark, "")
 
 
 if __name__ == "__main__":

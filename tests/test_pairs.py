@@ -25,7 +25,7 @@ LATE = [pytest.param(*drawn(x), marks=pytest.mark.long) for x in range(5, 200)]
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_pair_is_refused_or_trains_as_the_page_says(pair, model):
     refused, text = pairs.outcome(pair, model)
-    assert (refused, re.sub(r"\s+", " ", text)) == pairs.shown(pair, model)
+    assert (refused, text) == pairs.shown(pair, model)
     if not refused:
         step, params = pairs.built(pair, model)
         _, metrics = step(step.init(params), jnp.ones((8, 8)))
@@ -33,6 +33,6 @@ def test_a_pair_is_refused_or_trains_as_the_page_says(pair, model):
 
 
 def test_no_refusal_on_the_page_is_an_error_of_jax():
-    sentences = re.findall(r"^- \*\*\d+\*\*: (.*)$", pairs.PAGE.read_text(), re.M)
+    sentences = re.findall(r"^- \*\*[A-Za-z]\*\*: (.*)$", pairs.PAGE.read_text(), re.M)
     form = r"(\w+): (\S+|params and updates|tx with release=True) must "
     assert sentences and all(re.match(form, x) for x in sentences)

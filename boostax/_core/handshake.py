@@ -163,7 +163,7 @@ def require_linear(who: str, grads: PyTree, params: PyTree) -> None:
 
 
 def is_nonlinear(grads: PyTree, params: PyTree) -> bool:
-    """Return whether traced gradients were clipped, decayed or changed otherwise; see above."""
+    """Return whether traced gradients are certainly not of degree 1 in the backward pass."""
     leaves, constants = recorded(grads), {x.val for x in recorded(params)}
     # Only a refusal needs the slow look into the equations that contain a backward pass.
     return all(_has_other_degree(leaves, constants, by_result) for by_result in (False, True))

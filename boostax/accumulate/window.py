@@ -139,7 +139,7 @@ def accumulate(
     ``optax.polyak_sgd`` does, ``inner`` receives the loss of the window. This loss is the mean of
     the calls' losses, their sum, or their mean with the weights :math:`w_i`, like the gradient. If
     ``normalize`` names terms, the weight of a call's loss is the sum of the call's counts.
-    ``flush`` passes on the loss of the partial window.
+    ``flush`` passes on the loss of the partial window if ``update`` requires ``value``.
 
     A window is dropped, and counted in ``skipped``, if a weight is not in [0, 2**64), if all
     weights sum to less than 2**-64, or if a sum overflowed in a ``dtype`` with the range of f16. If

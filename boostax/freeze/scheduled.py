@@ -114,11 +114,11 @@ class Freezing:
         """Return the state of ``scheduled_freeze``, which ``average_params`` may wrap."""
         return state if isinstance(state, ScheduledFreezeState) else self.find(state.inner_state)
 
-    def require_effect(self, active: PyTree, grads: PyTree, state: PyTree) -> None:
+    def report_idle(self, active: PyTree, grads: PyTree, state: PyTree) -> None:
         """Report gradients of frozen leaves from a backward pass that ``choice`` does not end."""
         frozen = jax.tree.map(lambda x, g: None if x else g, active, grads)
         if not self.chosen and handshake.between(handshake.recorded(frozen)[-1:], set())[1]:
-            findings.no_effect(_WHO, "not_active", state)
+            findings.of_part(_WHO, "not_active", state)
 
     def choice(self, params: PyTree, state: PyTree) -> Choice:
         """Return the active leaves for each depth, and the index of the state's next depth."""
@@ -233,7 +233,7 @@ def _init(freezing: Freezing, params: PyTree) -> ScheduledFreezeState:
     # Each field has its own array, because donation refuses a buffer that two fields share.
     steps, depth, coming = (jnp.full((), number, jnp.int32) for number in (0, first, first))
     state = ScheduledFreezeState(steps, depth, coming, trained, states[0] if is_shared else states)
-    plan.require_effect(0, state)
+    plan.report_idle(0, state)
     return state
 
 
@@ -427,7 +427,7 @@ def scheduled_freeze(
             allowed = f"those that depth {depth} trains"
             hint = "Pass the same depth to apply_gradients as to tx.active(params, depth)."
             checks.require(is_valid, _WHO, "gradients", "masked leaves", allowed, hint)
-            freezing.require_effect(active, grads.raw, outside)
+            freezing.report_idle(active, grads.raw, outside)
             pending = gate.Pending(trees.masked(grads.raw, active), grads.factors)
             trees.require_gradients(pending.raw, _WHO, carried=True)
             more = elsewhere(extra, lambda trial: trees.unmasked(trial, params))

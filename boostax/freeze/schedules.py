@@ -297,12 +297,12 @@ class Plan:
         compact = self.depths.astype(np.min_scalar_type(self.drawn[-1]))
         return jnp.asarray(compact)[index].astype(jnp.int32)
 
-    def require_effect(self, steps: int, state: PyTree) -> None:
+    def report_idle(self, steps: int, state: PyTree) -> None:
         """Report a schedule that freezes no group after ``steps`` applied steps."""
         start = 0 if self._repeat else min(steps, len(self.depths) - 1)
         is_schedule = len(self.depths) > 1 and jax.tree.leaves(self._labels)
         if is_schedule and not self.depths[start:].any():
-            findings.no_effect(_WRAPPER, "never_frozen", state)
+            findings.of_part(_WRAPPER, "never_frozen", state)
 
     def known(self, steps: int) -> int:
         """Return the depth after ``steps`` applied steps as a Python int; raise after the end."""
@@ -343,7 +343,7 @@ class HostDepth:
                 self._most = int(state.steps)
             self._depth = self._plan.known(self._most)
             if unknown:
-                self._plan.require_effect(self._most, state)
+                self._plan.report_idle(self._most, state)
             # The next count of applied steps at which the depth may change.
             changes = self._plan.changes
             start = self._most - self._most % int(changes[-1])

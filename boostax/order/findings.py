@@ -56,7 +56,7 @@ _OF_CHAINS = weakref.WeakKeyDictionary[PyTree, dict[PyTree, tuple[list[Finding],
 _OF_STATES: dict[PyTree, list[Finding]] = {}
 # Findings of which the user was warned, each with the structure of the state or ``None``.
 _WARNED: set[tuple[str, PyTree]] = set()
-# The parts without effect, as keys, in what ``explain`` traces; ``None`` outside of ``explain``.
+# The findings of traced parts, as keys, inside ``explain``; ``None`` outside of ``explain``.
 IDLE: ContextVar[dict[Finding, None] | None] = ContextVar("idle", default=None)
 
 
@@ -85,7 +85,7 @@ def of_state(who: str, opt_state: PyTree, active: PyTree = None) -> None:
         _OF_STATES[structure] = [*orders(rows(chain.of_state(opt_state)), bound=True)]
     report(who, "opt_state", _OF_STATES[structure], structure)
     for state in trees.telling(opt_state, protocols.ChoosesVariant) if active is True else ():
-        no_effect("scheduled_freeze", "not_active", state)
+        of_part("scheduled_freeze", "not_active", state)
 
 
 def read(
@@ -129,11 +129,11 @@ def report(
         _WARNED.add((text, structure))
 
 
-def no_effect(who: str, setting: str, state: PyTree) -> None:
-    """Report that ``who`` has no effect: warn once per structure of ``state``, or tell ``explain``.
+def of_part(who: str, setting: str, state: PyTree) -> None:
+    """Report a finding of a traced part: warn once per structure of ``state``, or tell ``explain``.
 
-    A part calls this function while it is traced, if shapes, mesh or schedule show that the part
-    does not do here what it is for. The texts of the settings are in ``orders.toml``.
+    A part calls this function if its arguments, shapes, mesh or schedule show that the part does
+    not do here what it is for. The texts of the settings are in ``orders.toml``.
     """
     if (idle := IDLE.get()) is None:
         report(who, "", [finding(setting)], jax.tree.structure(state))

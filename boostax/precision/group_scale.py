@@ -289,7 +289,8 @@ def group_loss_scale(
             unscaled = dict[str, PyTree]()
             for key, tree in (*raw.items(), ("grads", grads.raw)):
                 leaves, treedef = jax.tree.flatten(grads._replace(raw=tree).value())
-                products = map(lambda g, k: g * inverse[k].astype(g.real.dtype), leaves, numbers)
+                pairs = zip(leaves, numbers, strict=True)
+                products = [g * inverse[k].astype(g.real.dtype) for g, k in pairs]
                 unscaled[key] = treedef.unflatten(products)
             pending = Pending(unscaled.pop("grads"))
             return gate.call(tx, pending, inner, params, apply=apply, extra=extra | unscaled)

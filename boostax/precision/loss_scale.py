@@ -263,8 +263,7 @@ def skip_bad_steps(
       >>> float(updates), int(state.skipped)
       (0.0, 1)
     """
-    who = "skip_bad_steps"
-    return _scaled(inner, 1.0, 1, _constant, axis_name, skip=True, asks=False, who=who)
+    return _scaled(inner, 1.0, 1, _constant, axis_name, skip=True, asks=False, who="skip_bad_steps")
 
 
 def _scaled(

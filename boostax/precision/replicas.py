@@ -150,7 +150,7 @@ def check_replicas(
         placed = placement.placed_here()
         count = placed.replicas if placed is not None else axes.size(names) if names else 1
         if compared is params and not placement.Placement.has_copies(params, names):
-            findings.no_effect(_WHO, "no_copies", state)
+            findings.of_part(_WHO, "no_copies", state)
         state = state._replace(compared=jnp.asarray(count, jnp.int32))
         rows = [*_CHECKSUMS, *(name for name, _ in leaves_of(*arrays))]
         crcs = jnp.asarray(np.array([_checksum(name) for name in rows], np.uint32))

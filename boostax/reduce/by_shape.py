@@ -131,7 +131,7 @@ def _shapes(tree: PyTree, names: Names) -> tuple[list[_Shape], PyTree]:
     several = [[*zip(*paths.items(), strict=True)] for paths in groups.values() if len(paths) > 1]
     shapes = [_Shape([*i], x[0], names, replicas, -(-len(i) // replicas)) for i, x in several]
     if leaves and not shapes:
-        findings.no_effect(_WHO, "not_distributed", tree)
+        findings.of_part(_WHO, "not_distributed", tree)
     matrices = {i for shape in shapes for i in shape.indices}
     return shapes, treedef.unflatten([i not in matrices for i in range(len(leaves))])
 

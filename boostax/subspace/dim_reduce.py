@@ -442,7 +442,7 @@ def dim_reduce(
         axes.require_local(raw, names, _WHO)
         # In a step, the order of the chain was checked.
         if grad is None and not axes.bound().names and handshake.is_nonlinear(updates, params):
-            findings.no_effect(_WHO, "changed", state)
+            findings.of_part(_WHO, "changed", state)
         inside, squares, now = _measured(state, raw, value, names, shards)
         fields = {name: getattr(state, name) for name in _UNCHANGED}
         old = state._replace(**dict.fromkeys(_UNCHANGED))

@@ -307,7 +307,7 @@ def specs_of(
     count = place.replicas * shard_optimizer
     specs = replicas.specs_like(owners, state, place.names, count, sizes=place.mesh.shape)
     if count and place.keeps_whole(state, specs):
-        findings.no_effect("shard_optimizer", "not_sharded", state)
+        findings.of_part("shard_optimizer", "not_sharded", state)
     return replicas.specs_like(owners, params, place.names), specs
 
 
